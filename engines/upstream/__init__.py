@@ -22,11 +22,15 @@ with brought_by("upstream", by=__name__):
     )
     from .errors import of_frame as of_frame
     from .errors import of_status as of_status
+    from .facts import EventSource, ServerFacts
     from .http_exchange import Exchange as Exchange
     from .leases import Lease, Leases
+    from .upstream import Upstream
+    from .vllm import VllmUpstream
 
 __all__ = [
     "CONNECTORS",
+    "EventSource",
     "KvConnector",
     "Lease",
     "Leases",
@@ -34,6 +38,9 @@ __all__ = [
     "MooncakePush",
     "NixlPull",
     "PrefillServer",
+    "ServerFacts",
     "Taken",
+    "Upstream",
+    "VllmUpstream",
     "kv_connector",
 ]

@@ -37,6 +37,8 @@ class Exchange:
         self._forget: Callable[[], None] | None = None
         self.content_type = ""
         """Content type of the answer in lower case, without parameters."""
+        self.has_reconnected = False
+        """Whether a connection was made for it, and not a kept one used."""
         self.is_whole = False
         """Whether the answer has been read to the end that its head promised."""
 
@@ -49,7 +51,7 @@ class Exchange:
         if self._forget is not None:
             self._forget()
         try:
-            await self._close()
+            await self.close()
         finally:
             self._client.in_flight -= 1
 
@@ -71,6 +73,7 @@ class Exchange:
                     raise
             else:
                 break
+        self.has_reconnected = self._has_connected
         self._parts = answer.aiter_raw()
         self.content_type = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
         return answer.status_code
@@ -78,7 +81,8 @@ class Exchange:
     async def read(self) -> bytes:
         """Return the next part of the body; empty once it has ended or the connection is closed."""
         parts = self._parts
-        assert parts is not None, "nothing was sent"
+        if parts is None:
+            raise Cancelled("the exchange was closed")
         try:
             return await self._wait(lambda: anext(parts))
         except StopAsyncIteration:
@@ -112,8 +116,10 @@ class Exchange:
                     raise self._client.problem(error) from error
         raise Cancelled("the request was stopped")
 
-    async def _close(self) -> None:
-        """End an unfinished answer by a read that is cancelled at once.
+    async def close(self) -> None:
+        """Close the connection of an unfinished answer, also while no read waits; idempotent.
+
+        It ends the answer by a read that is cancelled at once.
 
         That unwinds httpx2 from inside: its generators do not reach the garbage collector, which on trio would warn.
         """

@@ -43,11 +43,12 @@ class LiveEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
     """A model behind an OpenAI-compatible server. Prompts are sent as token ids, each request on its own connection.
 
     The first read raises the errors: CannotConnect and ConnectionTimeout; ResourceExhausted for the statuses 429 and
-    529, Unavailable for 503, StatusError for any other 3xx and 4xx, a BackendError for 5xx and for an error within an
-    answer; Disconnected and StreamIncomplete for an answer without its end, ResponseTimeout for silence, InvalidMessage
-    for an answer of another form. Stop and kill close the connection, which shows the server that its client is gone;
-    they end a wait at once, and between two reads they take effect with the next one. After a stop one more item, which
-    is marked as cancelled, ends the stream. `aclose` closes every connection.
+    529, Unavailable for 503, InvalidArgument for 400 and 422, StatusError for any other 3xx and 4xx, a BackendError for
+    5xx and for an error within an answer; Disconnected and StreamIncomplete for an answer without its end,
+    ResponseTimeout for silence, InvalidMessage for an answer of another form. Stop and kill close the connection, which
+    shows the server that its client is gone; they end a wait at once, and between two reads they take effect with the
+    next one. After a stop one more item, which is marked as cancelled, ends the stream. `aclose` closes every
+    connection.
     """
 
     shown_texts = ("model",)

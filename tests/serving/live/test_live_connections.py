@@ -19,18 +19,8 @@ from pipeline.protocols import (
     LLMEngineOutput,
 )
 from serving.live import LiveEngine
-from tests.serving.live.worlds import (
-    ADDRESS,
-    DONE,
-    Line,
-    Received,
-    answering,
-    chunk,
-    engine_of,
-    outputs,
-    prompt,
-    serve,
-)
+from tests.engines.upstream.wire import Line, Received
+from tests.serving.live.worlds import ADDRESS, DONE, answering, chunk, engine_of, outputs, prompt, serve
 
 
 @pytest.mark.parametrize("how", ["stop", "kill", "close"])

@@ -24,6 +24,7 @@ from pipeline.telemetry import extract
 from pipeline.testing import check_engine
 from serving.live import Address, LiveEngine
 from serving.live.stream import UNKNOWN_TOKEN
+from tests.engines.upstream.wire import plug
 from tests.serving.live.worlds import (
     ADDRESS,
     DONE,
@@ -32,7 +33,6 @@ from tests.serving.live.worlds import (
     chunk,
     engine_of,
     outputs,
-    plug,
     prompt,
     serve,
     usage,

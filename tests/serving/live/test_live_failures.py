@@ -18,6 +18,7 @@ from pipeline.errors import (
     CannotConnect,
     ConnectionTimeout,
     Disconnected,
+    InvalidArgument,
     InvalidMessage,
     ResourceExhausted,
     ResponseTimeout,
@@ -29,19 +30,8 @@ from pipeline.protocols import (
     FinishReason,
 )
 from serving.live import Address, LiveEngine
-from tests.serving.live.worlds import (
-    DONE,
-    Line,
-    Received,
-    answer_to,
-    answering,
-    chunk,
-    engine_of,
-    outputs,
-    prompt,
-    serve,
-    usage,
-)
+from tests.engines.upstream.wire import Line, Received
+from tests.serving.live.worlds import DONE, answer_to, answering, chunk, engine_of, outputs, prompt, serve, usage
 
 
 async def refuse(status: int, body: Any, line: Line, received: Received) -> None:
@@ -51,7 +41,7 @@ async def refuse(status: int, body: Any, line: Line, received: Received) -> None
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
-        (400, StatusError),
+        (400, InvalidArgument),
         (401, StatusError),
         (404, StatusError),
         (307, StatusError),
@@ -93,7 +83,7 @@ BROKEN: dict[str, tuple[list[Any], type[PenstockError]]] = {
     "an error frame": ([chunk(), {"error": {"message": "it broke", "code": 500}}, DONE], BackendUnknown),
     "a refusal where there were tokens": ([chunk(), {"error": {"message": "it broke", "code": 503}}], BackendUnknown),
     "a refusal before there were any": ([{"error": {"message": "full", "code": 503}}, DONE], Unavailable),
-    "a wrong request, reported late": ([{"object": "error", "message": "too long", "code": 400}], StatusError),
+    "a wrong request, reported late": ([{"object": "error", "message": "too long", "code": 400}], InvalidArgument),
     "an error event": ([b"event: error\n: it broke\n\n"], BackendUnknown),
     "an error event with data": ([b'event: error\ndata: {"message": "it broke"}\n\n'], BackendUnknown),
 }

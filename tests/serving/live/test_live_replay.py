@@ -15,7 +15,8 @@ from serving.http import app
 from serving.live import Address, find_server, live_graph
 from serving.live.engine import LiveServer
 from serving.replay import Report, SyntheticLoad, Trace, report_text, run, run_config
-from tests.serving.live.worlds import Line, Received, mount, serve
+from tests.engines.upstream.wire import Line, Received
+from tests.serving.live.worlds import mount, serve
 
 URL = "http://far:8000"
 

@@ -1,0 +1,262 @@
+"""Upstream: an LLMEngine whose work is done by a server over HTTP; what all kinds of servers have in common.
+
+    start ──► discover ──► ServerFacts                       background ──► health, restarts
+    request in tokens ──► call ──► POST ──► server           stop, kill ──► the connection is closed
+    chunks            ◄── answer ◄── server-sent events ◄──
+
+A server that is gone, or was started again, ends the engine: `background` raises, the worker leaves, and the next one
+for the same address is a new instance, so routers believe none of the blocks that the old one had.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, ClassVar, Protocol
+
+import anyio
+from attrs import define, frozen
+
+from pipeline import Cancelled, Control, InvalidArgument, PenstockError
+from pipeline.errors import InvalidMessage
+from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
+from pipeline.telemetry import inject
+from pipeline.wire import plain_from_json
+
+from ..llm import EngineConfig, GenerateContext, LLMEngine
+from ..worker import health_payload
+from .client import Address, Client, Transport
+from .errors import of_one_server, of_status
+from .facts import ServerFacts
+from .http_exchange import Exchange
+from .server_watch import ServerWatch
+
+SILENCE_S = 600.0
+"""Default of the longest wait for a server to send anything."""
+
+FIND_S = 30.0
+"""Longest wait for an answer during discovery."""
+
+ABORT_GRACE_S = 0.02
+"""How long a stopped request has to close its own connection before `abort` does."""
+
+ABORT_S = 5.0
+"""Longest wait for the answer to an abort."""
+
+EVENTS = "text/event-stream"
+_NOT_PRINTABLE = re.compile(r"[^\x20-\x7e]+")
+
+
+class Answer(Protocol):
+    """The answer to one request, while its bytes arrive."""
+
+    is_done: bool
+    """Whether every terminal chunk was returned."""
+
+    def feed(self, data: bytes) -> list[LLMEngineOutput]:
+        """Return the chunks that these bytes complete. Raise the error of an answer that is one."""
+        ...
+
+    def end(self, *, whole: bool) -> list[LLMEngineOutput]:
+        """Return the chunks that the end of the body completes; raise unless the answer is complete."""
+        ...
+
+    def cancelled(self) -> LLMEngineOutput:
+        """Return the chunk that ends an answer which was stopped here."""
+        ...
+
+
+@frozen
+class Call:
+    """One request as its server gets it, and the reader of its answer."""
+
+    path: str
+    """Path of the POST, below that of the address."""
+    body: bytes
+    """Body, JSON."""
+    headers: Mapping[str, str]
+    """Headers beside the usual ones."""
+    answer: Answer
+    """Reads the answer."""
+    request_id: str = ""
+    """Id of the request at the server."""
+
+
+@define(eq=False)
+class _Open:
+    """A request whose answer is being read."""
+
+    exchange: Exchange
+    call: Call
+
+
+class Upstream(LLMEngine):
+    """One server as an engine. The first read raises the errors, typed, of whichever place the server sent them in:
+
+    InvalidArgument for a request that cannot be sent as it is, and for the statuses 400 and 422; WorkerOverloaded for
+    429, 503 and 529; StatusError for any other 3xx and 4xx; a BackendError for other 5xx and for an error within an
+    answer; EngineShutdown if the server gave the answer up or its engine has ended; CannotConnect, ConnectionTimeout,
+    ResponseTimeout; Disconnected and StreamIncomplete for an answer without its end; InvalidMessage for one of another
+    form. A stop closes the connection, which ends the request at the server, and one more chunk, marked as cancelled,
+    ends the stream; a kill does it without that chunk. `cleanup` closes every connection.
+    """
+
+    ends_on_kill: ClassVar[bool] = True
+    shown_texts = ("url", "model")
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        silence_s: float = SILENCE_S,
+        health_every_s: float = 1.0,
+        transport: Transport | None = None,
+    ) -> None:
+        """`model` is one of the server's; by default its first. `silence_s` is the longest wait for any byte,
+        `health_every_s` the time between two looks at its health. `transport` replaces the network."""
+        if not silence_s > 0:
+            raise InvalidArgument(f"must be above 0, got {silence_s:g}", field="silence_s")
+        if not health_every_s > 0:
+            raise InvalidArgument(f"must be above 0, got {health_every_s:g}", field="health_every_s")
+        self.address, self.model = Address.parse(url), model
+        self._api_key, self._health_every_s, self._transport = api_key, health_every_s, transport
+        self.client = Client(self.address, silence_s, transport)
+        self.facts: ServerFacts | None = None
+        """What the server has; None before `start`."""
+        self._open: dict[int, _Open] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Number of requests that have a connection, or wait for one."""
+        return self.client.in_flight
+
+    @property
+    def known(self) -> ServerFacts:
+        """What the server has. Raise InvalidArgument before `start`."""
+        if self.facts is None:
+            raise InvalidArgument(f"{self.address} was not started")
+        return self.facts
+
+    # -- what a kind of server brings
+
+    @abstractmethod
+    async def discover(self) -> ServerFacts:
+        """Return what the server has. Raise as `get`, and InvalidArgument for a model that it does not have."""
+
+    @abstractmethod
+    def call(self, request: PreprocessedRequest, context: GenerateContext) -> Call:
+        """Return the request as the server gets it. Raise InvalidArgument for one that it cannot answer."""
+
+    async def incarnation(self) -> str | None:
+        """Return what changes when the server is started again; None if nothing shows it."""
+        return None
+
+    async def abort_at_server(self, call: Call) -> None:
+        """End the request at a server that has a route for it; its connection is closed already."""
+
+    # -- the engine
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        self.facts = await self.discover()
+        return self.facts.config()
+
+    async def background(self) -> None:
+        """Watch the server. Raise CannotConnect, ResponseTimeout or EngineShutdown once it is gone or started again."""
+        client = Client(self.address, FIND_S, self._transport)  # of its own: a new connection of it is a new server
+        watch = ServerWatch(client, self._headers(), self.known.incarnation, self.incarnation, self._health_every_s)
+        try:
+            await watch.run()
+        finally:
+            await client.aclose()
+
+    async def generate(
+        self, request: PreprocessedRequest, context: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        call, control = self.call(request, context), context.control
+        async with Exchange(self.client, control) as exchange:
+            self._open[id(context)] = _Open(exchange, call)
+            try:
+                await self._begin(exchange, call, inject(context.inner))
+                while not call.answer.is_done:
+                    data = await exchange.read()
+                    outputs = call.answer.feed(data) if data else call.answer.end(whole=exchange.is_whole)
+                    for output in outputs:
+                        if control.is_stopped:
+                            raise Cancelled("the request was stopped")
+                        if output.finish_reason is not None and call.answer.is_done:
+                            await exchange.finish()  # behind the last chunk nothing is read
+                        yield output
+            except Cancelled:
+                if not control.is_killed:
+                    yield call.answer.cancelled()
+            except PenstockError as error:
+                raise of_one_server(error) from error.__cause__
+            finally:
+                del self._open[id(context)]
+
+    async def abort(self, context: GenerateContext) -> None:
+        """Close the connection of a request that is not being read, and end it at a server with a route for that."""
+        await anyio.sleep(ABORT_GRACE_S)
+        if (opened := self._open.get(id(context))) is None:
+            return
+        await opened.exchange.close()
+        with anyio.move_on_after(ABORT_S):
+            await self.abort_at_server(opened.call)
+
+    async def cleanup(self) -> None:
+        await self.client.aclose()
+
+    async def health_check_payload(self) -> Mapping[str, Any] | None:
+        return health_payload()
+
+    # -- requests beside those for tokens
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Return status and body of a page. Raise CannotConnect, ConnectionTimeout, ResponseTimeout, Disconnected."""
+        return await self.exchanged("GET", path)
+
+    async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """Return status and body of the answer to a POST of JSON. Raise as `get`."""
+        return await self.exchanged("POST", path, body)
+
+    async def exchanged(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        """Return status and body of an answer. Raise as `get`."""
+        async with Exchange(self.client, Control()) as exchange:
+            status = await exchange.send(method, path, self._headers(), body)
+            answer = await exchange.body()
+            await exchange.finish()
+            return status, answer
+
+    async def page(self, path: str) -> Any:
+        """Return a page's JSON. Raise the error of a status other than 200, InvalidMessage for anything else."""
+        status, body = await self.get(path)
+        if status != 200:
+            raise of_status(status, body)
+        try:
+            return plain_from_json(body)
+        except InvalidArgument as error:
+            raise InvalidMessage(f"{path} is no JSON", cause=error) from error
+
+    async def _begin(self, exchange: Exchange, call: Call, trace: Mapping[str, str]) -> None:
+        """Return when the answer begins. Raise the error of a server that sends none."""
+        headers = {**self._headers(), "accept": EVENTS, **call.headers, **trace}
+        status = await exchange.send("POST", call.path, headers, call.body)
+        if status != 200:
+            raise of_status(status, await exchange.body())
+        if exchange.content_type != EVENTS:
+            kind = exchange.content_type or "something without a content type"
+            raise InvalidMessage(f"expected {EVENTS}, the server sent {kind}")
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"content-type": "application/json", "accept": "application/json"}
+        if self._api_key is not None:
+            headers["authorization"] = header_value(f"Bearer {self._api_key}")
+        return headers
+
+
+def header_value(text: str) -> str:
+    """Return the text without characters that a header may not have."""
+    return _NOT_PRINTABLE.sub("?", text.strip())
