@@ -27,6 +27,7 @@ from pipeline.protocols.kv import (
     RecoveryReply,
     RecoveryRequest,
     RouterEvent,
+    StorageTier,
     recovery_endpoint,
 )
 
@@ -55,16 +56,17 @@ class KvEventPublisher:
         self._kept_in = log
         self._handle = LoopHandle()
 
-    def publish(self, change: KvEventData) -> None:
-        """Publish the change. Does not wait; call it on one thread, in the order of the changes."""
+    def publish(self, change: KvEventData, storage_tier: StorageTier = "device") -> None:
+        """Publish the change of a tier. Does not wait; call it on one thread, in the order of the changes."""
         if (log := self._kept_in) is None:
-            self._publish(RouterEvent(self.worker_id, KvEvent(self.last_event_id + 1, change, self.dp_rank)))
+            event = KvEvent(self.last_event_id + 1, change, self.dp_rank)
+            self._publish(RouterEvent(self.worker_id, event, storage_tier))
         else:
-            self._handle.run(lambda: self._record(log, change))  # where recovery reads the log
+            self._handle.run(lambda: self._record(log, change, storage_tier))  # where recovery reads the log
 
-    def _record(self, log: KvEventLog, change: KvEventData) -> None:
+    def _record(self, log: KvEventLog, change: KvEventData, storage_tier: StorageTier) -> None:
         try:
-            self._publish(log.record(change))
+            self._publish(log.record(change, storage_tier))
         except Exception:  # in a callback of the loop it would be lost, or end the loop
             _log.exception("a change of rank %d is not published", self.dp_rank)
 
@@ -84,7 +86,7 @@ class PushSource:
 class KvEventLog(Protocol):
     """Numbers and keeps the events of one rank. Called in one thread; neither call waits."""
 
-    def record(self, change: KvEventData) -> RouterEvent:
+    def record(self, change: KvEventData, storage_tier: StorageTier = "device", /) -> RouterEvent:
         """Return the change as the rank's next event."""
         ...
 
@@ -181,6 +183,10 @@ class ComponentSnapshot:
     """Share of prompt tokens found in the cache, from 0 to 1; None: unknown."""
     dp_rank: int = 0
     """The rank."""
+    active_decode_blocks: int | None = None
+    """KV blocks of the requests that run; None: not known apart from those in use."""
+    active_prefill_tokens: int | None = None
+    """Prompt tokens of running and waiting requests that are still to be computed; None: unknown."""
 
 
 class EngineMetrics:
@@ -233,7 +239,15 @@ class SnapshotPublisher:
             return
         self._metrics.show(rank, snapshot)
         try:
-            self._send(ActiveLoad(self._worker_id, rank, kv_used_blocks=snapshot.kv_used_blocks))
+            self._send(
+                ActiveLoad(
+                    self._worker_id,
+                    rank,
+                    active_decode_blocks=snapshot.active_decode_blocks,
+                    active_prefill_tokens=snapshot.active_prefill_tokens,
+                    kv_used_blocks=snapshot.kv_used_blocks,
+                )
+            )
         except Exception:
             level = logging.DEBUG if rank in self._failed else logging.WARNING
             self._failed.add(rank)

@@ -18,6 +18,7 @@ from engines import (
     WorkerConfig,
 )
 from engines.mocker import MockEngine, MockEngineArgs
+from operators.kv import EventLog, WorkerRank
 from pipeline import (
     CannotConnect,
     Context,
@@ -68,6 +69,22 @@ async def test_kv_events_of_each_rank_reach_the_component(changes: list[KvEventP
     assert [event.sequence for event in received] == [0, 1, 2], "one publisher, so the order of ranks is kept"
 
 
+async def test_a_change_of_a_lower_tier_is_published_as_one_with_a_log_and_without(
+    changes: list[KvEventPublisher],
+) -> None:
+    received: list[Event[RouterEvent]] = []
+    for make_log in (None, lambda worker_id, dp_rank: EventLog(WorkerRank(worker_id, dp_rank))):
+        engine = ScriptedSteps(config=EngineConfig(model="m", kv_cache_block_size=16))
+        engine.sources = [PushSource(changes.append)]
+        async with Runtime.in_process() as runtime:
+            await listening(runtime, KV_EVENTS_TOPIC, RouterEvent, received)
+            async with hosted(engine, runtime, worker_id=7, kv_event_log=make_log):
+                changes[-1].publish(KvRemoved([1]), "host_pinned")
+                changes[-1].publish(KvRemoved([2]))
+    expected = [RouterEvent(7, KvEvent(1, KvRemoved([1])), "host_pinned"), RouterEvent(7, KvEvent(2, KvRemoved([2])))]
+    assert [event.payload for event in received] == expected * 2
+
+
 async def test_a_decode_worker_that_may_prefill_serves_every_request_and_publishes_no_kv_events() -> None:
     received: list[Event[Any]] = []
     payload = PreprocessedRequest(list(range(200)), stop_conditions=StopConditions(max_tokens=2))
@@ -114,7 +131,11 @@ async def test_snapshots_are_sent_without_kv_events_too(changes: list[SnapshotPu
             assert publisher.dp_ranks == [0, 3]
             for rank in (3, 9):
                 publisher.publish(rank, ComponentSnapshot(5, 10, 0.5))
-    assert [event.payload for event in received] == [ActiveLoad(7, 3, kv_used_blocks=5)]
+            publisher.publish(0, ComponentSnapshot(5, 10, 0.5, active_decode_blocks=4, active_prefill_tokens=0))
+    assert [event.payload for event in received] == [
+        ActiveLoad(7, 3, kv_used_blocks=5),
+        ActiveLoad(7, 0, active_decode_blocks=4, active_prefill_tokens=0, kv_used_blocks=5),
+    ]
 
 
 def broken_source(_: object) -> None:
