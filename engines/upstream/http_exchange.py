@@ -34,6 +34,7 @@ class Exchange:
         self._parts: AsyncIterator[bytes] | None = None
         self._has_connected = self._has_sent = False
         self._scope: anyio.CancelScope | None = None
+        self._guard = anyio.CancelScope()
         self._forget: Callable[[], None] | None = None
         self.content_type = ""
         """Content type of the answer in lower case, without parameters."""
@@ -67,7 +68,7 @@ class Exchange:
                 raise Disconnected("the connections to the server were closed")
             self._has_connected = self._has_sent = False
             try:
-                answer = await self._wait(lambda: http.send(request, stream=True))
+                answer = await self._wait(lambda: self._sent(request))
             except Disconnected:
                 if self._has_connected or not self._has_sent:
                     raise
@@ -107,6 +108,15 @@ class Exchange:
                 async for _ in self._parts:
                     pass
 
+    async def _sent(self, request: httpx2.Request) -> httpx2.Response:
+        """Return the answer's head. A cancellation waits while a new connection is not yet in use.
+
+        httpx2 would forget it, and leave it open, if it were cancelled there.
+        """
+        with anyio.CancelScope() as self._guard:
+            return await self._client.http.send(request, stream=True)
+        raise AssertionError  # nothing cancels the guard
+
     async def _wait(self, wait: Callable[[], Awaitable[T]]) -> T:
         if not self._control.is_stopped:
             with anyio.CancelScope() as self._scope:
@@ -139,3 +149,11 @@ class Exchange:
         """Called by httpx2 when it connects, and when it sends the request."""
         self._has_connected |= event == "connection.connect_tcp.complete"
         self._has_sent |= event == "http11.send_request_headers.started"
+        if event in _CONNECTED:
+            self._guard.shield = True
+        elif event in _IN_USE:
+            self._guard.shield = False
+
+
+_CONNECTED = ("connection.connect_tcp.complete", "connection.start_tls.complete")
+_IN_USE = ("connection.start_tls.started", "http11.send_request_headers.started")

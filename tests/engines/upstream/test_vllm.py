@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from engines import run_conformance
+from engines.upstream import VllmUpstream
 from pipeline.errors import InvalidArgument
 from pipeline.protocols import FinishReason, PreprocessedRequest
 from tests.engines.upstream.worlds import (
+    URL,
     VOCABULARY,
     continued,
     fake_vllm,
     outputs,
+    prompt,
     started,
     tokens_of,
 )
@@ -44,3 +48,15 @@ async def test_an_error_in_place_of_the_first_chunk_refuses_the_request(generate
     async with fake_vllm(generates=generates) as server, started(server) as engine:
         with pytest.raises(InvalidArgument, match="out of vocabulary"):
             await outputs(engine, PreprocessedRequest([VOCABULARY]))
+
+
+@pytest.mark.parametrize(
+    "generates", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["generate", "completions"]
+)
+async def test_it_holds_the_engine_contract(generates: bool) -> None:
+    async with fake_vllm(generates=generates, token_s=0.001, keeps_alive=False) as server:
+        await run_conformance(
+            lambda: VllmUpstream(URL, transport=server.transport),
+            request=prompt(24),
+            bad_request=PreprocessedRequest([VOCABULARY]),
+        )
