@@ -66,7 +66,8 @@ class KvEventPublisher:
 
     def _record(self, log: KvEventLog, change: KvEventData, storage_tier: StorageTier) -> None:
         try:
-            self._publish(log.record(change, storage_tier))
+            # A log that knows the device only is enough for an engine that has nothing else.
+            self._publish(log.record(change) if storage_tier == "device" else log.record(change, storage_tier))
         except Exception:  # in a callback of the loop it would be lost, or end the loop
             _log.exception("a change of rank %d is not published", self.dp_rank)
 

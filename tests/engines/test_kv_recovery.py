@@ -34,6 +34,7 @@ from pipeline.protocols.kv import (
     RecoveryReply,
     RecoveryRequest,
     RouterEvent,
+    StorageTier,
 )
 from pipeline.testing import ScriptedEngine, check_engine
 
@@ -52,11 +53,12 @@ class Kept:
         self.threads: set[int] = set()
         self.fails: Exception | None = None
 
-    def record(self, change: KvEventData) -> RouterEvent:
+    def record(self, change: KvEventData, storage_tier: StorageTier = "device", /) -> RouterEvent:
         self.threads.add(get_ident())
         if self.fails is not None:
             raise self.fails
-        self.events.append(RouterEvent(self.worker_id, KvEvent(101 + len(self.events), change, self.dp_rank)))
+        event = KvEvent(101 + len(self.events), change, self.dp_rank)
+        self.events.append(RouterEvent(self.worker_id, event, storage_tier))
         return self.events[-1]
 
     def recover(self, start: int | None, end: int | None) -> RecoveredEvents:
