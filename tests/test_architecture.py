@@ -111,7 +111,8 @@ DOORS = {
         for name in ("application", "body", "caller", "edge", "generation/*", "guard", "request", "status")
     },
     "tokenizers": {"operators/text/tokenizer.py"},
-    "transformers": {"engines/torch/loading.py"},
+    "torch": {"engines/torch/library.py"},
+    "transformers": {"engines/torch/library.py", "engines/torch/loading.py"},
     "uvicorn": {"serving/access/gate.py", "serving/server.py"},
     "zmq": {"engines/mocker/zmq_events.py", "pipeline/llm/kv_events/zmq_sockets.py"},
     "xxhash": {"pipeline/llm/block_hash.py", "pipeline/wire/frames.py"},

@@ -19,6 +19,7 @@ from .planning import Chunk, Load, StepPlan, groups, share_budget
 from .sampling import Limits, Sampling, sampling_of
 from .settings import Role, TorchSettings
 from .slots import Choice, Drawn, HeldBlocks, KvBytes, News, Stage
+from .torch_engine import Handover, TorchEngine
 
 __all__ = [
     "Batcher",
@@ -26,6 +27,7 @@ __all__ = [
     "Chunk",
     "Drawn",
     "Dtype",
+    "Handover",
     "HeldBlocks",
     "KvBytes",
     "Limits",
@@ -42,6 +44,7 @@ __all__ = [
     "Sampling",
     "Stage",
     "StepPlan",
+    "TorchEngine",
     "TorchSettings",
     "groups",
     "load_model",

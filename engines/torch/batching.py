@@ -119,7 +119,7 @@ class Batcher:
         shares = share_budget([choice.pending_tokens for choice in running], self._settings.max_num_batched_tokens)
         for choice, count in zip(running, shares, strict=True):
             if count and choice.stage is Stage.RUNNING and self._grow(choice, choice.computed_tokens + count):
-                chunks.append(Chunk(choice, choice.computed_tokens, count))
+                chunks.append(Chunk(choice, choice.computed_tokens, count, choice.blocks))
         return chunks
 
     def _grow(self, choice: Choice, tokens: int) -> bool:
@@ -127,7 +127,7 @@ class Batcher:
         missing = blocks_for(tokens, self._block_tokens) - len(choice.blocks)
         while missing > 0:
             if (taken := self.pool.take(missing)) is not None:
-                choice.blocks += taken
+                choice.blocks = choice.blocks + taken  # a new list: the one before may be in use
                 break
             youngest = self.running[-1]
             self._preempt(youngest)
@@ -156,7 +156,7 @@ class Batcher:
             loads += self._import(choice)
             count = min(choice.pending_tokens, budget)
             budget -= count
-            chunks.append(Chunk(choice, choice.computed_tokens, count))
+            chunks.append(Chunk(choice, choice.computed_tokens, count, choice.blocks))
 
     def _place(self, choice: Choice) -> bool:
         """Give the choice blocks for all of its tokens, cached ones first; return False, and change nothing, if there
@@ -196,7 +196,7 @@ class Batcher:
         if kv is None or (end := min(kv.tokens, len(choice.order.prompt) - 1)) <= start:
             return []
         choice.computed_tokens = end
-        return [Load(choice, start, kv)]
+        return [Load(choice.blocks, start, kv)]
 
     def _name(self, choice: Choice, whole_blocks: int) -> None:
         """Hash the choice's first blocks, as far as they are not."""

@@ -23,6 +23,8 @@ class Chunk:
     choice: Choice
     start: int
     count: int
+    block_ids: Sequence[int]
+    """The choice's blocks; they stay as they are, although the choice may be removed during the step."""
 
     @property
     def end(self) -> int:
@@ -38,7 +40,7 @@ class Chunk:
 class Load:
     """KV from elsewhere to write before the step: of the tokens from `start` on, into the choice's blocks."""
 
-    choice: Choice
+    block_ids: Sequence[int]
     start: int
     kv: KvBytes
 

@@ -87,13 +87,12 @@ class World:
         """Compute a planned step as a model would, through the blocks, and apply it."""
         for load in plan.loads:
             for place in range(load.start, load.kv.tokens):
-                self._write(load.choice, place, load.kv.data[place])
+                self._write(load.block_ids, place, load.kv.data[place])
         for chunk in plan.chunks:
             for place in range(chunk.start, chunk.end):
-                if chunk.choice.blocks:  # a choice that was removed meanwhile has none
-                    self._write(chunk.choice, place, chunk.choice.tokens[place])
+                self._write(chunk.block_ids, place, chunk.choice.tokens[place])
         self.computed.append(sum(chunk.count for chunk in plan.chunks))
-        drawn = [self._draw(chunk.choice, chunk.end) if chunk.draws else None for chunk in plan.chunks]
+        drawn = [self._draw(chunk.block_ids, chunk.end) if chunk.draws else None for chunk in plan.chunks]
         self.batcher.apply(plan, drawn)
         self.batcher.pool.check()
 
@@ -110,11 +109,9 @@ class World:
             steps += 1
         return steps
 
-    def _draw(self, choice: Choice, tokens: int) -> Drawn:
-        if not choice.blocks:
-            return Drawn(0)
-        seen = [self.cells[choice.blocks[place // BLOCK]][place % BLOCK] for place in range(tokens)]
+    def _draw(self, blocks: Sequence[int], tokens: int) -> Drawn:
+        seen = [self.cells[blocks[place // BLOCK]][place % BLOCK] for place in range(tokens)]
         return Drawn(next_token([-1 if token is None else token for token in seen]))
 
-    def _write(self, choice: Choice, place: int, token: int) -> None:
-        self.cells[choice.blocks[place // BLOCK]][place % BLOCK] = token
+    def _write(self, blocks: Sequence[int], place: int, token: int) -> None:
+        self.cells[blocks[place // BLOCK]][place % BLOCK] = token
