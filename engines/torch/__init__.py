@@ -4,6 +4,7 @@ What an engine decides, `Batcher` and what it uses, knows no tensors.
 """
 
 from .batching import Batcher
+from .handover import HandoverTimes, SocketHandover
 from .loading import (
     Dtype,
     LoadedModel,
@@ -13,6 +14,7 @@ from .loading import (
     ReportProgress,
     load_model,
     load_text,
+    no_report,
 )
 from .order import ModelFacts, Order, order_of
 from .planning import Chunk, Load, StepPlan, groups, share_budget
@@ -28,6 +30,7 @@ __all__ = [
     "Drawn",
     "Dtype",
     "Handover",
+    "HandoverTimes",
     "HeldBlocks",
     "KvBytes",
     "Limits",
@@ -42,6 +45,7 @@ __all__ = [
     "ReportProgress",
     "Role",
     "Sampling",
+    "SocketHandover",
     "Stage",
     "StepPlan",
     "TorchEngine",
@@ -49,6 +53,7 @@ __all__ = [
     "groups",
     "load_model",
     "load_text",
+    "no_report",
     "order_of",
     "sampling_of",
     "share_budget",

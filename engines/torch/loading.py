@@ -48,6 +48,10 @@ ReportProgress = Callable[[LoadingProgress], object]
 """Called in the loading thread, at least once for each tensor. A PenstockError that it raises ends the loading."""
 
 
+def no_report(progress: LoadingProgress) -> None:
+    """Report nothing."""
+
+
 @frozen
 class ModelFiles:
     """Where a model lies: a folder as Hugging Face lays it out, or one GGUF file."""
@@ -116,7 +120,7 @@ def load_text(files: ModelFiles) -> LoadedText:
     """
     files.check()
     where, arguments = files.place
-    with _loading(files, lambda progress: None):
+    with _loading(files, no_report):
         tokenizer = _transformers(files).AutoTokenizer.from_pretrained(where, use_fast=True, **arguments)
         config = _config(files)
         texts = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token")}
@@ -135,7 +139,7 @@ def load_model(
     *,
     device: str = "auto",
     dtype: Dtype = "auto",
-    report: ReportProgress = lambda progress: None,
+    report: ReportProgress = no_report,
 ) -> LoadedModel:
     """Return the model on its device. Blocks for seconds to minutes, with calls of `report` in between.
 

@@ -1,6 +1,6 @@
 """Two-part frames of a network transport: a header and a body after their lengths and a checksum.
 
-No program uses them yet: the embedded runtime passes requests without bytes.
+The hand-over of KV caches uses them; the embedded runtime passes requests without bytes.
 
 A frame is 24 bytes of three big-endian u64 (header length, body length, checksum), the header, the body. The checksum
 is XXH3-64 of header and body together, 0 for none.
