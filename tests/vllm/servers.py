@@ -101,9 +101,11 @@ class VllmServer:
     replay_port: int = 0
     side_channel_port: int = 0
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _http: httpx2.Client = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.port, self.events_port, self.replay_port, self.side_channel_port = free_ports(4)
+        self._http = httpx2.Client(base_url=self.url, timeout=60, trust_env=False)
 
     @property
     def url(self) -> str:
@@ -152,7 +154,7 @@ class VllmServer:
             if self._process is None or self._process.poll() is not None:
                 return None
             with suppress(httpx2.TransportError):
-                return httpx2.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200
+                return self._http.get("/health", timeout=5).status_code == 200
             return False
 
         try:
@@ -168,6 +170,7 @@ class VllmServer:
 
     def stop(self) -> None:
         """End it in order within 15 s, and by SIGKILL what is left then. May be called twice."""
+        self._http.close()
         self._end(signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> None:
@@ -192,14 +195,14 @@ class VllmServer:
     # -- what it shows
 
     def get(self, path: str) -> Any:
-        return httpx2.get(f"{self.url}{path}", timeout=30, trust_env=False).raise_for_status().json()
+        return self._http.get(path).raise_for_status().json()
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> httpx2.Response:
-        return httpx2.post(f"{self.url}{path}", json=body, timeout=60, trust_env=False)
+        return self._http.post(path, json=body)
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric over all its labels; 0 if it is not there yet."""
-        text = httpx2.get(f"{self.url}/metrics", timeout=30, trust_env=False).raise_for_status().text
+        text = self._http.get("/metrics").raise_for_status().text
         lines = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
         return sum(map(float, lines))
 
