@@ -25,6 +25,7 @@ with brought_by("upstream", by=__name__):
     from .facts import EventSource, ServerFacts
     from .http_exchange import Exchange as Exchange
     from .leases import Lease, Leases
+    from .sglang import SglangUpstream
     from .upstream import Upstream
     from .vllm import VllmUpstream
 
@@ -39,6 +40,7 @@ __all__ = [
     "NixlPull",
     "PrefillServer",
     "ServerFacts",
+    "SglangUpstream",
     "Taken",
     "Upstream",
     "VllmUpstream",

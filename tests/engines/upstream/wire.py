@@ -81,7 +81,10 @@ class Network(httpcore2.AsyncNetworkBackend):
     dial: Callable[[], Awaitable[Plugged]]
 
     async def connect_tcp(self, *address: Any, **more: Any) -> Plugged:
-        return await self.dial()
+        try:
+            return await self.dial()
+        except OSError as error:
+            raise httpcore2.ConnectError(error) from error
 
 
 def plugged(dial: Callable[[], Awaitable[Plugged]]) -> httpx2.AsyncBaseTransport:

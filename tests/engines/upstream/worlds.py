@@ -13,7 +13,7 @@ from attrs import define, field
 
 from engines import EngineConfig
 from engines.adapter import RequestAdapter
-from engines.upstream import VllmUpstream
+from engines.upstream import Upstream, VllmUpstream
 from pipeline import Context
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, StopConditions
 from tests.engines.upstream.wire import Line, Plugged, Received, Wire, plugged
@@ -430,7 +430,7 @@ def prompt(tokens: int | None = 5, **more: Any) -> PreprocessedRequest:
     return PreprocessedRequest([5, 6, 7], stop_conditions=stop, **more)
 
 
-async def outputs(engine: VllmUpstream, request: PreprocessedRequest | None = None) -> list[LLMEngineOutput]:
+async def outputs(engine: Upstream, request: PreprocessedRequest | None = None) -> list[LLMEngineOutput]:
     """All outputs of the engine for one request, by default `prompt()`. Raise the error of an error item."""
     found = []
     async with await RequestAdapter(engine).generate(Context(request or prompt())) as stream:

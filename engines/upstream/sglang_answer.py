@@ -1,0 +1,200 @@
+"""SglangAnswer: makes chunks of the bytes of a streamed answer of SGLang's `/generate`.
+
+    {"output_ids": [5, 6], "meta_info": {"completion_tokens": 2, "finish_reason": null, ...}} ──► chunk of what is new
+
+A server sends with each chunk either all ids so far or only those that are new, by an option of its own. Its count of
+the tokens so far shows which: both forms fit the same count only where they are the same.
+
+Source: sglang/srt/managers/tokenizer_manager.py, TokenizerManager._handle_batch_output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeline import InvalidArgument, PenstockError
+from pipeline.errors import Disconnected, EngineShutdown, InvalidMessage, StreamIncomplete
+from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PromptTokensDetails, TopLogprob
+from pipeline.wire import SSEDecoder, SSEMessage, plain_from_json
+
+from .errors import excerpt, of_frame
+from .token_answer import MAX_EVENT_BYTES, U32_MAX
+
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+class SglangAnswer:
+    """The answer to one request, while its bytes arrive.
+
+    `choices` and `prompt_tokens` are those of the request. `is_incremental`: which form the chunks have, for a server
+    that does not count the tokens. `handed_over` goes into the first chunk, as the parameters for a decode worker.
+    Every method raises the errors of the answer: those of an error event and of a failed choice, see `of_frame`;
+    InvalidMessage for bytes of another form, and for tokens that were lost or repeated; EngineShutdown if the server
+    gave the answer up.
+    """
+
+    def __init__(
+        self,
+        choices: int,
+        prompt_tokens: int,
+        *,
+        is_incremental: bool | None = None,
+        handed_over: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._events = SSEDecoder()
+        self._pending_bytes = 0
+        self._choices, self._prompt_tokens = choices, prompt_tokens
+        self._is_incremental, self._handed_over = is_incremental, handed_over
+        self._seen, self._newest = [0] * choices, [-1] * choices
+        self._open = set(range(choices))
+        self._details: PromptTokensDetails | None = None
+        self.is_done = False
+        """Whether every terminal chunk was returned."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens so far, of all choices."""
+        return sum(self._seen)
+
+    @property
+    def usage(self) -> CompletionUsage:
+        """The tokens so far."""
+        usage = CompletionUsage.of(self._prompt_tokens, self.tokens)
+        usage.prompt_tokens_details = self._details
+        return usage
+
+    def feed(self, data: bytes) -> list[LLMEngineOutput]:
+        """Return the chunks that these bytes complete."""
+        messages = self._events.feed(data)
+        self._pending_bytes = 0 if messages else self._pending_bytes + len(data)
+        if self._pending_bytes > MAX_EVENT_BYTES:
+            raise InvalidMessage(f"the server sent more than {MAX_EVENT_BYTES} bytes without the end of an event")
+        return self._take(messages)
+
+    def end(self, *, whole: bool) -> list[LLMEngineOutput]:
+        """Return the chunks that the end of the body completes. `whole`: whether it ended as HTTP announced.
+
+        Raise StreamIncomplete unless every choice has ended, Disconnected if the connection broke.
+        """
+        outputs = self._take(self._events.finish())
+        if self.is_done:
+            return outputs
+        raise self._without_end(StreamIncomplete if whole else Disconnected)
+
+    def cancelled(self) -> LLMEngineOutput:
+        """Return the chunk that ends an answer which was stopped here."""
+        return LLMEngineOutput.cancelled().with_usage(self.usage)
+
+    def _without_end(self, kind: type[PenstockError]) -> PenstockError:
+        return kind(f"the answer ended after {self.tokens} tokens without a finish reason")
+
+    def _take(self, messages: list[SSEMessage]) -> list[LLMEngineOutput]:
+        outputs: list[LLMEngineOutput] = []
+        for message in messages:
+            if message.data is not None and not self.is_done:
+                self._read(message.data, outputs)
+        if self._events.is_done and not self.is_done:
+            raise self._without_end(StreamIncomplete)
+        return outputs
+
+    def _read(self, data: str, outputs: list[LLMEngineOutput]) -> None:
+        """Append the chunks of one event."""
+        try:
+            chunk = plain_from_json(data)
+            error, meta = chunk.get("error"), chunk.get("meta_info") or {}
+            reason = meta.get("finish_reason")
+        except (InvalidArgument, AttributeError) as wrong:
+            raise InvalidMessage(f"not a chunk of an answer: {excerpt(data)}", cause=wrong) from wrong
+        if error:
+            raise of_frame(error, has_tokens=self.tokens > 0)
+        if reason is not None and _kind(reason) == "abort":
+            raise self._given_up(reason)
+        try:
+            output = self._output(chunk, meta)
+            if reason is not None:
+                self._close(output, reason)
+        except (KeyError, IndexError, AttributeError, TypeError, ValueError) as wrong:
+            raise InvalidMessage(f"not a chunk of an answer: {excerpt(data)}", cause=wrong) from wrong
+        if output.token_ids or reason is not None:
+            outputs.append(output)
+
+    def _output(self, chunk: Mapping[str, Any], meta: Mapping[str, Any]) -> LLMEngineOutput:
+        """Return the chunk of one choice, without its finish reason."""
+        index = chunk.get("index") or 0
+        if index not in self._open:
+            raise InvalidMessage(f"a chunk of choice {index}, which has ended or was not asked for")
+        new = self._new(index, chunk["output_ids"], meta.get("completion_tokens"))
+        if new:
+            self._seen[index] += len(new)
+            self._newest[index] = new[-1]
+        if (cached := meta.get("cached_tokens")) is not None and self._details is None:
+            self._details = PromptTokensDetails(cached_tokens=int(cached))
+        output = LLMEngineOutput(new)
+        if new and meta.get("output_token_logprobs") is not None:
+            _add_logprobs(output, meta)
+        if self._choices > 1:
+            output.index = index
+        if self._handed_over is not None:
+            output.disaggregated_params, self._handed_over = dict(self._handed_over), None
+        return output
+
+    def _new(self, index: int, ids: Any, counted: Any) -> list[int]:
+        """Return the ids that are new, by the server's count of the tokens so far. Raise InvalidMessage if the ids fit
+        it in neither form, or are no ids."""
+        if type(ids) is not list:
+            raise TypeError("expected a list of token ids")
+        seen = self._seen[index]
+        if counted is None:  # no count to go by
+            counted = seen + len(ids) if self._is_incremental else len(ids)
+        if len(ids) == counted - seen:
+            new = ids
+        elif len(ids) == counted and counted >= seen:
+            if ids[seen - 1] != self._newest[index]:
+                raise InvalidMessage(f"the server sent {excerpt(str(ids))} behind another token")
+            new = ids[seen:]
+        else:
+            raise InvalidMessage(f"the server counted {counted} tokens, of which {seen} were here, and sent {len(ids)}")
+        if not all(type(token) is int and 0 <= token <= U32_MAX for token in new):
+            raise InvalidMessage(f"token ids are whole numbers, the server sent {excerpt(str(new))}")
+        return new
+
+    def _close(self, output: LLMEngineOutput, reason: Any) -> None:
+        """Make the chunk the terminal one of its choice."""
+        output.finish_reason = _REASONS.get(_kind(reason), FinishReason.STOP)
+        matched = reason.get("matched") if isinstance(reason, Mapping) else None
+        if type(matched) in (int, str):
+            output.stop_reason = matched
+        self._open.discard(output.index or 0)
+        if not self._open:
+            output.completion_usage, self.is_done = self.usage, True
+
+    def _given_up(self, reason: Any) -> PenstockError:
+        """Return the error of a choice that the server has not finished."""
+        plain = reason if isinstance(reason, Mapping) else {}
+        text = plain.get("message") or "aborted"
+        if (code := plain.get("status_code")) is None:
+            return EngineShutdown(f"the server gave the answer up after {self.tokens} tokens: {text}")
+        return of_frame({"message": text, "code": code}, has_tokens=self.tokens > 0)
+
+
+def _kind(reason: Any) -> str:
+    """Return the finish reason's name, which older servers send alone."""
+    return str(reason.get("type")) if isinstance(reason, Mapping) else str(reason)
+
+
+def _add_logprobs(output: LLMEngineOutput, meta: Mapping[str, Any]) -> None:
+    """Add the log probabilities of the chunk's tokens: the last ones, in both forms of an answer."""
+    count = len(output.token_ids)
+    entries: Sequence[Sequence[Any]] = meta["output_token_logprobs"][-count:]
+    if [entry[1] for entry in entries] != output.token_ids:
+        raise InvalidMessage(f"{count} tokens came with log probabilities of others")
+    output.log_probs = [float(entry[0]) for entry in entries]
+    top: Sequence[Sequence[Sequence[Any]] | None] = (meta.get("output_top_logprobs") or [])[-count:]
+    if any(top):
+        output.top_logprobs = [[*_ranked(candidates or ())] for candidates in top]
+
+
+def _ranked(candidates: Sequence[Sequence[Any]]) -> list[TopLogprob]:
+    ordered = sorted(candidates, key=lambda one: -float(one[0]))
+    return [TopLogprob(place, one[1], float(one[0])) for place, one in enumerate(ordered, 1)]
