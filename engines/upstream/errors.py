@@ -64,8 +64,9 @@ def of_one_server(error: PenstockError) -> PenstockError:
     return error if kind is None else kind(error.message)
 
 
-def excerpt(text: str) -> str:
+def excerpt(text: str | bytes) -> str:
     """Return the beginning of a text in quotes."""
+    text = text if isinstance(text, str) else text.decode("utf-8", "replace")
     return repr(text if len(text) <= _EXCERPT else text[:_EXCERPT] + "…")
 
 
