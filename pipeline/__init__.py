@@ -5,6 +5,7 @@ The errors listed here are those that stages usually raise or catch; all of them
 
 from .annotated import Annotated
 from .cancellation import unless_killed, until_killed
+from .cancellation import until_stopped as until_stopped
 from .context import AnyContext, Context, Registry
 from .control import Control, ReleaseOnce, State
 from .engine import AsyncEngine, function_engine

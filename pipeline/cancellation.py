@@ -1,4 +1,4 @@
-"""`until_killed` and `unless_killed`: a kill cancels the wait for an item or a result.
+"""`until_killed`, `until_stopped` and `unless_killed`: a kill or stop cancels the wait for an item or a result.
 
 Only a stage that waits for something outside the graph uses them (an engine's adapter, a receiver); all other stages
 rely on their stream ending. A cancel scope for each item costs some 4 microseconds on asyncio. There the reading task
@@ -20,6 +20,7 @@ from anyio._backends import _asyncio as anyio_on_asyncio
 from anyio.lowlevel import current_token
 
 from .context import Context
+from .control import Control
 from .errors import BackendCancelled, Cancelled
 
 T = TypeVar("T")
@@ -67,6 +68,13 @@ def until_killed(items: AsyncIterator[T], context: Context[Any]) -> AsyncGenerat
     return _in_task(items, context) if native and _cuts_tasks else _in_scope(items, context)
 
 
+def until_stopped(items: AsyncIterator[T], context: Context[Any]) -> AsyncGenerator[T, None]:
+    """Return the items until they end or the context is stopped or killed, as `until_killed` does for a kill."""
+    native = isinstance(current_token().native_token, asyncio.AbstractEventLoop)
+    ended: Any = _Stopped(context.control)
+    return _in_task(items, ended) if native and _cuts_tasks else _in_scope(items, ended)
+
+
 async def unless_killed(
     awaitable: Awaitable[T], context: Context[Any], message: str = "killed before there was an answer"
 ) -> T:
@@ -87,6 +95,19 @@ async def unless_killed(
     for result in results:
         await _close(result)
     raise Cancelled(message)
+
+
+class _Stopped:
+    """Stands for a context whose stop counts as a kill."""
+
+    __slots__ = ("_control", "control", "on_kill")
+
+    def __init__(self, control: Control) -> None:
+        self.control, self._control, self.on_kill = self, control, control.on_stop
+
+    @property
+    def is_killed(self) -> bool:
+        return self._control.is_stopped
 
 
 async def _in_task(items: AsyncIterator[T], context: Context[Any]) -> AsyncGenerator[T, None]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Self, TypeVar
 
 import anyio
 import httpx2
 
-from pipeline import Cancelled, Control
+from pipeline import Cancelled, Context, Control, until_stopped
 from pipeline.errors import Disconnected
 
 from .client import Client
@@ -31,7 +31,8 @@ class Exchange:
     def __init__(self, client: Client, control: Control) -> None:
         self._client = client
         self._control = control
-        self._parts: AsyncIterator[bytes] | None = None
+        self._body: AsyncIterator[bytes] | None = None
+        self._parts: AsyncGenerator[bytes, None] | None = None
         self._has_connected = self._has_sent = False
         self._scope: anyio.CancelScope | None = None
         self._guard = anyio.CancelScope()
@@ -75,21 +76,25 @@ class Exchange:
             else:
                 break
         self.has_reconnected = self._has_connected
-        self._parts = answer.aiter_raw()
+        self._body = answer.aiter_raw()
+        self._parts = until_stopped(self._body, Context(None, control=self._control))
         self.content_type = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
         return answer.status_code
 
     async def read(self) -> bytes:
         """Return the next part of the body; empty once it has ended or the connection is closed."""
-        parts = self._parts
-        if parts is None:
-            raise Cancelled("the exchange was closed")
-        try:
-            return await self._wait(lambda: anext(parts))
-        except StopAsyncIteration:
-            self.is_whole = True
-        except Disconnected:
-            self.is_whole = False
+        parts, control = self._parts, self._control
+        if parts is not None and not control.is_stopped:
+            try:
+                return await anext(parts)
+            except StopAsyncIteration:
+                self.is_whole = not control.is_stopped
+            except httpx2.TransportError as error:
+                if not isinstance(problem := self._client.problem(error), Disconnected):
+                    raise problem from error
+                self.is_whole = False
+        if parts is None or control.is_stopped:
+            raise Cancelled("the request was stopped, or its exchange closed")
         return b""
 
     async def body(self) -> bytes:
@@ -101,11 +106,11 @@ class Exchange:
 
     async def finish(self) -> None:
         """Read the rest of a complete answer, so that the connection can be used again."""
-        if self._parts is None or self._control.is_stopped:
+        if self._body is None or self._control.is_stopped:
             return
         with suppress(httpx2.TransportError):  # there is nothing left to lose
             with anyio.CancelScope(deadline=anyio.current_time() + _TAIL_S) as self._scope:
-                async for _ in self._parts:
+                async for _ in self._body:
                     pass
 
     async def _sent(self, request: httpx2.Request) -> httpx2.Response:
@@ -133,13 +138,15 @@ class Exchange:
 
         That unwinds httpx2 from inside: its generators do not reach the garbage collector, which on trio would warn.
         """
+        body, self._body = self._body, None
         parts, self._parts = self._parts, None
-        if parts is None:
+        if body is None or parts is None:
             return
         with suppress(httpx2.TransportError), anyio.CancelScope(shield=True) as scope:
             scope.cancel()
-            async for _ in parts:
+            async for _ in body:
                 pass
+        await parts.aclose()
 
     def _cut(self) -> None:
         if self._scope is not None:

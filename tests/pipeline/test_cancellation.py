@@ -8,7 +8,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from pipeline import Context, until_killed
+from pipeline import Context, until_killed, until_stopped
 from tests.pipeline.cancelled_sources import Source, assert_not_being_cancelled, kill_soon
 
 
@@ -167,3 +167,18 @@ async def test_another_task_may_read_on_and_is_the_one_that_is_cut() -> None:
         await anyio.wait_all_tasks_blocked()
         context.kill()
     assert read == ["went on"]
+
+
+async def test_a_stop_ends_the_wait_for_an_item_where_a_stop_counts() -> None:
+    context, source = Context(None), Source()
+
+    async def stop() -> None:
+        await anyio.sleep(1)
+        context.stop()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(stop)
+        assert [item async for item in until_stopped(source.items(), context)] == [0]
+        assert_not_being_cancelled()
+    assert source.ended in (["CancelledError"], ["Cancelled"])
+    assert [item async for item in until_stopped(Source().items(), context)] == []
