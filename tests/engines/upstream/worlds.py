@@ -11,9 +11,9 @@ import anyio
 import httpx2
 from attrs import define, field
 
-from engines import EngineConfig
+from engines import EngineConfig, LLMEngine
 from engines.adapter import RequestAdapter
-from engines.upstream import Upstream, VllmUpstream
+from engines.upstream import VllmUpstream
 from pipeline import Context
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, StopConditions
 from tests.engines.upstream.wire import Line, Plugged, Received, Wire, plugged
@@ -122,6 +122,8 @@ class FakeVllm(FakeServer):
     """Tokens of an answer that ends by itself."""
     tokens_per_chunk: int = 1
     is_healthy: bool = True
+    status: int | None = None
+    """Status of every answer to a request for tokens."""
     running: dict[str, anyio.Event] = field(factory=dict)
     """Requests by the server's id; the event aborts one."""
     aborted: list[str] = field(factory=list)
@@ -178,6 +180,9 @@ class FakeVllm(FakeServer):
         await line.whole(200, b"")
 
     async def _tokens(self, line: Line, asked: Asked) -> None:
+        if self.status is not None:
+            await line.whole(self.status, {"error": _error(self.status, "so it is")})
+            return
         refused, is_late = self._refusal(asked)
         if refused is not None and not (is_late and asked.stream):
             await line.whole(refused["code"], {"error": refused})
@@ -430,15 +435,22 @@ def prompt(tokens: int | None = 5, **more: Any) -> PreprocessedRequest:
     return PreprocessedRequest([5, 6, 7], stop_conditions=stop, **more)
 
 
-async def outputs(engine: Upstream, request: PreprocessedRequest | None = None) -> list[LLMEngineOutput]:
-    """All outputs of the engine for one request, by default `prompt()`. Raise the error of an error item."""
+async def outputs(
+    engine: LLMEngine, request: PreprocessedRequest | None = None, *, into: list[int] | None = None, **how: Any
+) -> list[LLMEngineOutput]:
+    """All outputs of the engine for one request, by default `prompt()`. Raise the error of an error item.
+
+    The tokens also go `into` a list, for answers that fail.
+    """
     found = []
-    async with await RequestAdapter(engine).generate(Context(request or prompt())) as stream:
+    async with await RequestAdapter(engine).generate(Context(request or prompt(), **how)) as stream:
         async for item in stream:
             if item.error is not None:
                 raise item.error
             assert item.data is not None
             found.append(item.data)
+            if into is not None:
+                into += item.data.token_ids
     return found
 
 
