@@ -47,6 +47,8 @@ class FakeServer:
     """Changes with each restart."""
     keeps_alive: bool = True
     """Whether a connection is kept after an answer; without, its task ends with its request."""
+    ignores_hang_ups: bool = False
+    """Whether it does not notice that a client has closed its connection, as behind some proxies."""
     open: int = 0
     """Connections."""
 
@@ -79,7 +81,10 @@ class FakeServer:
         self.lines.append(line)
         served = anyio.CancelScope()  # ends what is under way at once, within a turn of the loop
         self.tasks.start_soon(self._serve, line, served)
-        return Plugged(Wire(to_server, at_client), lambda: line.is_closed, served.cancel)
+        return Plugged(Wire(to_server, at_client), lambda: line.is_closed, self._hang_up(served))
+
+    def _hang_up(self, served: anyio.CancelScope) -> Callable[[], object]:
+        return (lambda: None) if self.ignores_hang_ups else served.cancel
 
     async def _serve(self, line: Line, served: anyio.CancelScope) -> None:
         self.open += 1
@@ -122,6 +127,9 @@ class FakeVllm(FakeServer):
     """Tokens of an answer that ends by itself."""
     tokens_per_chunk: int = 1
     is_healthy: bool = True
+    health_s: float = 0.0
+    """Time of an answer about its health."""
+    health_status: int = 200
     status: int | None = None
     """Status of every answer to a request for tokens."""
     running: dict[str, anyio.Event] = field(factory=dict)
@@ -142,7 +150,8 @@ class FakeVllm(FakeServer):
             case "GET", "/metrics":
                 await line.whole(200, self.metrics().encode())
             case "GET", "/health":
-                await line.whole(200 if self.is_healthy else 503, b"")
+                await anyio.sleep(self.health_s)
+                await line.whole(self.health_status if self.is_healthy else 503, b"")
             case "GET", "/kv_event_sources":
                 await line.whole(200, self.event_sources)
             case "POST", "/inference/v1/generate" if not self.generates:
