@@ -24,6 +24,7 @@ with brought_by("upstream", by=__name__):
     from .errors import of_status as of_status
     from .facts import EventSource, ServerFacts
     from .http_exchange import Exchange as Exchange
+    from .kv_events import KvEventFeeds, KvEventFollower
     from .leases import Lease, Leases
     from .sglang import SglangUpstream
     from .upstream import Upstream
@@ -33,6 +34,8 @@ __all__ = [
     "CONNECTORS",
     "EventSource",
     "KvConnector",
+    "KvEventFeeds",
+    "KvEventFollower",
     "Lease",
     "Leases",
     "LmCache",

@@ -1,6 +1,6 @@
 """Upstream: an LLMEngine whose work is done by a server over HTTP; what all kinds of servers have in common.
 
-    start ──► discover ──► ServerFacts                       background ──► health, restarts
+    start ──► discover ──► ServerFacts                       background ──► health, restarts, KV events
     request in tokens ──► call ──► POST ──► server           stop, kill ──► the connection is closed
     chunks            ◄── answer ◄── server-sent events ◄──
 
@@ -12,24 +12,26 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import anyio
 from attrs import define, frozen
 
 from pipeline import Cancelled, Control, InvalidArgument, PenstockError
-from pipeline.errors import InvalidMessage
+from pipeline.errors import InvalidMessage, ungrouped
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 from pipeline.telemetry import inject
 from pipeline.wire import plain_from_json
 
 from ..llm import EngineConfig, GenerateContext, LLMEngine
+from ..publishing import PushSource
 from ..worker import health_payload
 from .client import Address, Client, Transport
 from .errors import of_one_server, of_status
 from .facts import ServerFacts
 from .http_exchange import Exchange
+from .kv_events import KvEventFeeds
 from .server_watch import ServerWatch
 
 SILENCE_S = 600.0
@@ -126,6 +128,8 @@ class Upstream(LLMEngine):
         self.client = Client(self.address, silence_s, transport)
         self.facts: ServerFacts | None = None
         """What the server has; None before `start`."""
+        self.kv_feeds: KvEventFeeds | None = None
+        """The KV events of its ranks; None before `start`."""
         self._open: dict[int, _Open] = {}
 
     @property
@@ -161,14 +165,26 @@ class Upstream(LLMEngine):
 
     async def start(self, worker_id: int) -> EngineConfig:
         self.facts = await self.discover()
+        self.kv_feeds = KvEventFeeds(self.facts)
         return self.facts.config()
 
+    async def kv_event_sources(self) -> Sequence[PushSource]:
+        return () if self.kv_feeds is None else self.kv_feeds.sources()
+
     async def background(self) -> None:
-        """Watch the server. Raise CannotConnect, ResponseTimeout or EngineShutdown once it is gone or started again."""
+        """Watch the server, and follow its KV events.
+
+        Raise CannotConnect, ResponseTimeout or EngineShutdown once it is gone or started again, and as `KvEventFeeds`.
+        """
         client = Client(self.address, FIND_S, self._transport)  # of its own: a new connection of it is a new server
         watch = ServerWatch(client, self._headers(), self.known.incarnation, self.incarnation, self._health_every_s)
         try:
-            await watch.run()
+            async with anyio.create_task_group() as tasks:
+                if self.kv_feeds is not None:
+                    tasks.start_soon(self.kv_feeds.run)
+                await watch.run()
+        except ExceptionGroup as failed:
+            raise ungrouped(failed) from None
         finally:
             await client.aclose()
 
@@ -188,6 +204,7 @@ class Upstream(LLMEngine):
                             raise Cancelled("the request was stopped")
                         if output.finish_reason is not None and call.answer.is_done:
                             await exchange.finish()  # behind the last chunk nothing is read
+                            self._note_answer(request)
                         yield output
             except Cancelled:
                 if not control.is_killed:
@@ -249,6 +266,11 @@ class Upstream(LLMEngine):
         if exchange.content_type != EVENTS:
             kind = exchange.content_type or "something without a content type"
             raise InvalidMessage(f"expected {EVENTS}, the server sent {kind}")
+
+    def _note_answer(self, request: PreprocessedRequest) -> None:
+        if self.kv_feeds is not None:
+            dp_rank = None if request.routing is None else request.routing.dp_rank
+            self.kv_feeds.note_answer(dp_rank, len(request.token_ids))
 
     def _headers(self) -> dict[str, str]:
         headers = {"content-type": "application/json", "accept": "application/json"}
