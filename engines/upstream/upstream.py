@@ -1,6 +1,6 @@
 """Upstream: an LLMEngine whose work is done by a server over HTTP; what all kinds of servers have in common.
 
-    start ──► discover ──► ServerFacts                       background ──► health, restarts, KV events
+    start ──► discover ──► ServerFacts                       background ──► health, restarts, KV events, load
     request in tokens ──► call ──► POST ──► server           stop, kill ──► the connection is closed
     chunks            ◄── answer ◄── server-sent events ◄──
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, ClassVar, Protocol
 
 import anyio
@@ -25,13 +26,14 @@ from pipeline.telemetry import inject
 from pipeline.wire import plain_from_json
 
 from ..llm import EngineConfig, GenerateContext, LLMEngine
-from ..publishing import PushSource
+from ..publishing import MetricsBindings, MetricsContext, PushSource
 from ..worker import health_payload
 from .client import Address, Client, Transport
 from .errors import of_one_server, of_status
 from .facts import ServerFacts
 from .http_exchange import Exchange
 from .kv_events import KvEventFeeds
+from .load import LoadFeed, ReadLoad
 from .server_watch import ServerWatch
 
 SILENCE_S = 600.0
@@ -115,21 +117,28 @@ class Upstream(LLMEngine):
         api_key: str | None = None,
         silence_s: float = SILENCE_S,
         health_every_s: float = 1.0,
+        load_every_s: float = 1.0,
         transport: Transport | None = None,
     ) -> None:
         """`model` is one of the server's; by default its first. `silence_s` is the longest wait for any byte,
-        `health_every_s` the time between two looks at its health. `transport` replaces the network."""
+        `health_every_s` the time between two looks at its health, `load_every_s` at the load of a server that does not
+        send it. `transport` replaces the network."""
         if not silence_s > 0:
             raise InvalidArgument(f"must be above 0, got {silence_s:g}", field="silence_s")
         if not health_every_s > 0:
             raise InvalidArgument(f"must be above 0, got {health_every_s:g}", field="health_every_s")
+        if not load_every_s > 0:
+            raise InvalidArgument(f"must be above 0, got {load_every_s:g}", field="load_every_s")
         self.address, self.model = Address.parse(url), model
         self._api_key, self._health_every_s, self._transport = api_key, health_every_s, transport
+        self._load_every_s = load_every_s
         self.client = Client(self.address, silence_s, transport)
         self.facts: ServerFacts | None = None
         """What the server has; None before `start`."""
         self.kv_feeds: KvEventFeeds | None = None
         """The KV events of its ranks; None before `start`."""
+        self.load_feed: LoadFeed | None = None
+        """The load of its ranks; None before `start`."""
         self._open: dict[int, _Open] = {}
 
     @property
@@ -158,6 +167,10 @@ class Upstream(LLMEngine):
         """Return what changes when the server is started again; None if nothing shows it."""
         return None
 
+    def load_reader(self, facts: ServerFacts) -> ReadLoad | None:
+        """Return what reads the load in the server's metrics; None if they do not have it."""
+        return None
+
     async def abort_at_server(self, call: Call) -> None:
         """End the request at a server that has a route for it; its connection is closed already."""
 
@@ -166,27 +179,31 @@ class Upstream(LLMEngine):
     async def start(self, worker_id: int) -> EngineConfig:
         self.facts = await self.discover()
         self.kv_feeds = KvEventFeeds(self.facts)
+        self.load_feed = LoadFeed(self.facts, self.load_reader(self.facts))
         return self.facts.config()
 
     async def kv_event_sources(self) -> Sequence[PushSource]:
         return () if self.kv_feeds is None else self.kv_feeds.sources()
 
+    async def setup_metrics(self, context: MetricsContext) -> MetricsBindings:
+        return MetricsBindings() if self.load_feed is None else self.load_feed.bindings()
+
     async def background(self) -> None:
-        """Watch the server, and follow its KV events.
+        """Watch the server, and follow its KV events and its load.
 
         Raise CannotConnect, ResponseTimeout or EngineShutdown once it is gone or started again, and as `KvEventFeeds`.
         """
-        client = Client(self.address, FIND_S, self._transport)  # of its own: a new connection of it is a new server
+        # Of their own: a new connection of the first is a new server.
+        client, other = (Client(self.address, FIND_S, self._transport) for _ in range(2))
         watch = ServerWatch(client, self._headers(), self.known.incarnation, self.incarnation, self._health_every_s)
         try:
-            async with anyio.create_task_group() as tasks:
-                if self.kv_feeds is not None:
+            async with aclosing(client), aclosing(other), anyio.create_task_group() as tasks:
+                if self.kv_feeds is not None and self.load_feed is not None:
                     tasks.start_soon(self.kv_feeds.run)
+                    tasks.start_soon(self.load_feed.run, other, self._headers(), self._load_every_s)
                 await watch.run()
         except ExceptionGroup as failed:
             raise ungrouped(failed) from None
-        finally:
-            await client.aclose()
 
     async def generate(
         self, request: PreprocessedRequest, context: GenerateContext

@@ -6,6 +6,7 @@
 | blocks, ranks   | `vllm:cache_config_info` of `/metrics`                                                      |
 | KV events       | `/kv_event_sources`, for each data-parallel rank                                            |
 | tokens          | `POST /inference/v1/generate` where the server has it, else `POST /v1/completions` with ids |
+| load            | `vllm:kv_cache_usage_perc` of `/metrics`                                                    |
 | restarts        | `process_start_time_seconds` of `/metrics`                                                  |
 
 Source: vllm/entrypoints/scale_out/token_in_token_out/ and vllm/entrypoints/serve/instrumentator/basic.py.
@@ -27,6 +28,7 @@ from pipeline.wire import from_json, to_json
 from ..llm import GenerateContext
 from .errors import of_status
 from .facts import EventSource, ServerFacts
+from .load import ReadLoad, VllmLoad
 from .prometheus_text import samples
 from .token_answer import TokenAnswer
 from .upstream import Call, Upstream, header_value
@@ -70,6 +72,9 @@ class VllmUpstream(Upstream):
 
     async def incarnation(self) -> str | None:
         return _with_metrics(ServerFacts(model=""), await self._text("/metrics")).incarnation
+
+    def load_reader(self, facts: ServerFacts) -> ReadLoad:
+        return VllmLoad(facts).read
 
     def call(self, request: PreprocessedRequest, context: GenerateContext) -> Call:
         routes, facts = self.routes, self.known

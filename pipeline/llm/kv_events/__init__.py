@@ -23,6 +23,7 @@ from .engine_wire import (
 )
 from .follower import EngineFollower, ReplayLimits
 from .subscriber import EngineSubscriber
+from .zmq_sockets import EventSockets, Link
 
 __all__ = [
     "AmbiguousNamespace",
@@ -36,7 +37,9 @@ __all__ = [
     "EngineRemoved",
     "EngineStored",
     "EngineSubscriber",
+    "EventSockets",
     "Filtered",
+    "Link",
     "Namespaces",
     "Origin",
     "ReplayLimits",

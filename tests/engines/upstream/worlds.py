@@ -132,6 +132,10 @@ class FakeVllm(FakeServer):
     health_status: int = 200
     status: int | None = None
     """Status of every answer to a request for tokens."""
+    kv_usage: float | None = None
+    """Share of the blocks of each rank that requests use; None: not among the metrics."""
+    prefix: tuple[int, int] = (0, 0)
+    """Prompt tokens that were looked up in the cache of each rank, and found there."""
     running: dict[str, anyio.Event] = field(factory=dict)
     """Requests by the server's id; the event aborts one."""
     aborted: list[str] = field(factory=list)
@@ -175,6 +179,14 @@ class FakeVllm(FakeServer):
         ]
         running = len(self.running)
         gauges = [f'vllm:num_requests_running{{engine="0",model_name="{self.model}"}} {running}.0']
+        if self.kv_usage is not None:
+            for rank in range(self.ranks):
+                labels = f'{{engine="{rank}",model_name="{self.model}"}}'
+                gauges += [
+                    f"vllm:kv_cache_usage_perc{labels} {self.kv_usage}",
+                    f"vllm:prefix_cache_queries_total{labels} {self.prefix[0]}.0",
+                    f"vllm:prefix_cache_hits_total{labels} {self.prefix[1]}.0",
+                ]
         return "\n".join([f"process_start_time_seconds {self.started_s:.9e}", *lines, *gauges, ""])
 
     def _models(self) -> list[dict[str, Any]]:
