@@ -24,9 +24,10 @@ from .deployment import (
     HostOptions,
     OpenGraph,
     StandardGraph,
+    UpstreamGraph,
     event_log,
-    hosted_graph,
     line,
+    open_graph,
     routing_to,
 )
 from .http import (
@@ -63,12 +64,12 @@ async def serve_graph(front: Frontend) -> None:
     config, watch = front.config, front.watch
 
     async def host(interrupts: Interrupts) -> None:
-        async with hosted_graph(config, front.hosting()) as opened:
+        async with open_graph(config, front.hosting()) as opened:
             front.telemetry.add_text(opened.native_metrics)
             front.telemetry.models.add(lambda: [worker.card for worker in opened.workers], config.migration_limit)
             server, beside = front.server(opened.graph), front.admin_servers(opened.graph, admin)
             _settle()
-            echo(f"Serving {front.models} at {server.url}{_also_at('admin', beside)}")
+            echo(f"Serving {front.models or 'no model yet'} at {server.url}{_also_at('admin', beside)}")
             await _serve_while_engines_work(opened, server, beside, front, interrupts)
         if (failure := opened.failure) is not None:
             raise failure
@@ -89,11 +90,14 @@ def worker_watch(environment: Mapping[str, str]) -> ProcessWatch:
 
 
 async def _serve_while_engines_work(
-    opened: OpenGraph, server: HttpServer, others: Sequence[HttpServer], front: Frontend, interrupts: Interrupts
+    opened: OpenGraph | UpstreamGraph,
+    server: HttpServer,
+    others: Sequence[HttpServer],
+    front: Frontend,
+    interrupts: Interrupts,
 ) -> None:
     async def end_without_engines() -> None:
-        for worker in opened.workers:
-            await worker.wait()
+        await opened.ended()
         await front.availability.drain(front.grace_s)
         server.stop()
 
@@ -271,5 +275,5 @@ async def draw_graph(
     config: GraphConfig, form: Literal["text", "mermaid", "dot"], environment: Mapping[str, str]
 ) -> None:
     """Print the drawing of the standard graph."""
-    async with hosted_graph(config, HostOptions(environment)) as opened:
+    async with open_graph(config, HostOptions(environment)) as opened:
         echo(opened.graph.draw(form))

@@ -29,7 +29,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     *(STATUS_PORT, HEALTH_PATH, LIVE_PATH, STARTING_HEALTH, PAYLOAD, STABLE_ROUTING_ID),
 )
 """Variables that are no field of a record."""
-SECRETS = ("PENSTOCK_API_KEYS", "PENSTOCK_API_KEY", PAYLOAD.name)
+SECRETS = ("PENSTOCK_API_KEYS", "PENSTOCK_API_KEY", "PENSTOCK_UPSTREAM_API_KEY", PAYLOAD.name)
 """Names of variables that may hold secrets."""
 OTHERS = (
     *SECRETS,

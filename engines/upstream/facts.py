@@ -93,4 +93,5 @@ class ServerFacts:
             data_parallel_start_rank=self.data_parallel_start_rank,
             bootstrap_host=self.bootstrap_host,
             bootstrap_port=self.bootstrap_port,
+            publishes_kv_events=None if self.event_sources else False,
         )

@@ -23,6 +23,7 @@ from attrs import evolve
 
 from pipeline import AsyncEngine, CannotConnect, Control, InvalidArgument
 from pipeline.llm import card_from_folder, checked_file
+from pipeline.loop import time_held
 from pipeline.protocols import worker_label
 from pipeline.protocols.card import (
     STOPS_PREFILLS,
@@ -70,7 +71,8 @@ class Registration:
         if model_folder(worker) is None and worker.custom_jinja_template is None:
             card = card_of(worker, engine, environment)
         else:  # its files are read whole, meanwhile other workers of this loop go on
-            card = await anyio.to_thread.run_sync(card_of, worker, engine, environment)
+            with time_held():
+                card = await anyio.to_thread.run_sync(card_of, worker, engine, environment)
         card.runtime_config.enable_local_indexer = self._kv_logs.answers
         self.card = card
 

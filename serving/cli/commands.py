@@ -37,7 +37,20 @@ Records = Mapping[str, type[Any]]
 """Records of settings by the parameter that takes them."""
 
 GROUPS = (
-    *("Engine", "Graph", "Worker", "Server", "Load", "Sweep", "Live", "Report", "Options", "Logging", "Access"),
+    *(
+        "Engine",
+        "Upstream",
+        "Graph",
+        "Worker",
+        "Server",
+        "Load",
+        "Sweep",
+        "Live",
+        "Report",
+        "Options",
+        "Logging",
+        "Access",
+    ),
     "Limits",
 )
 """The parts of the help in their order."""

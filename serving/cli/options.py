@@ -22,7 +22,7 @@ from ..routers import RouterName
 from ..server_options import LogLevel
 
 if TYPE_CHECKING:
-    from ..deployment import GraphConfig
+    from ..deployment import GraphConfig, UpstreamConfig
 
 
 @frozen
@@ -187,6 +187,53 @@ class RoutingOptions:
         return given
 
 
+UPSTREAM_API_KEY = "PENSTOCK_UPSTREAM_API_KEY"
+"""Variable with the key for servers behind the graph: options are seen in lists of processes."""
+
+
+@frozen
+class UpstreamOptions:
+    """Servers behind the graph, in the place of engines of this process."""
+
+    group: ClassVar[str] = "Upstream"
+
+    upstream: tuple[str, ...] = setting(
+        (), "URL of a server that answers, in the place of engines; repeatable.", separator=",", metavar="URL"
+    )
+    upstream_kind: Literal["auto", "vllm"] = setting("auto", "What the servers are; auto: what each one shows.")
+    upstream_model_path: tuple[str, ...] = setting(
+        (), "Folder of a model by the name that servers have for it; repeatable.", variable="", metavar="NAME=PATH"
+    )
+
+    def config(self, environment: Mapping[str, str]) -> UpstreamConfig | None:
+        """Return the servers, None for none. Raise InvalidArgument that names the option."""
+        if not self.upstream:
+            for name in ("upstream_kind", "upstream_model_path"):
+                if getattr(self, name) not in ("auto", ()):
+                    raise InvalidArgument("goes with --upstream", field=name)
+            return None
+        from ..deployment import UpstreamConfig
+
+        return UpstreamConfig(
+            urls=self.upstream,
+            kind=self.upstream_kind,
+            model_paths=self._paths(),
+            api_key=environment.get(UPSTREAM_API_KEY, "").strip() or None,
+        )
+
+    def _paths(self) -> dict[str, Path]:
+        """Return the folders by name. Raise InvalidArgument for a text that is not NAME=PATH, or a name given twice."""
+        named: dict[str, Path] = {}
+        for text in self.upstream_model_path:
+            name, _, path = text.rpartition("=")
+            if not (name and path):
+                raise InvalidArgument(f"expected NAME=PATH, got {text!r}", field="upstream_model_path")
+            if name in named:
+                raise InvalidArgument(f"{name} is given twice", field="upstream_model_path")
+            named[name] = Path(path)
+        return named
+
+
 @frozen
 class WorkerOptions:
     """Where a worker is registered, and what is published with its model."""
@@ -242,12 +289,14 @@ class GraphOptions:
 
 @frozen
 class ServedGraph(GraphOptions):
-    """A graph with the model that it serves."""
+    """A graph with the models that it serves, and the servers behind it."""
 
     model: ModelOptions
+    upstream: UpstreamOptions
 
     def config(self, environment: Mapping[str, str], **others: Any) -> GraphConfig:
-        return super().config(environment, **self.model.graph_fields(), **others)
+        upstream = self.upstream.config(environment)
+        return super().config(environment, upstream=upstream, **self.model.graph_fields(), **others)
 
 
 @frozen

@@ -3,9 +3,13 @@
 from .config import IGNORE_UNSUPPORTED, METRICS_PREFIX, GraphConfig, RouterName
 from .engines import converted, find_engine, hint_of
 from .fleet import Fleet
-from .graphs import HostOptions, OpenGraph, StandardGraph, TokenGraph, hosted_graph, line, standard_graph
+from .graphs import HostOptions, OpenGraph, hosted_graph, standard_graph
 from .kv_routing import SESSION_TTL, event_log, kv_router_config
 from .routing import SILENCE, routing_to
+from .stages import StandardGraph, TokenGraph, line
+from .supervisor import Retry, Supervisor
+from .upstream_config import UpstreamConfig, UpstreamKind
+from .upstream_graph import UpstreamGraph, open_graph, upstream_graph
 
 __all__ = [
     "IGNORE_UNSUPPORTED",
@@ -16,9 +20,14 @@ __all__ = [
     "GraphConfig",
     "HostOptions",
     "OpenGraph",
+    "Retry",
     "RouterName",
     "StandardGraph",
+    "Supervisor",
     "TokenGraph",
+    "UpstreamConfig",
+    "UpstreamGraph",
+    "UpstreamKind",
     "converted",
     "event_log",
     "find_engine",
@@ -26,6 +35,8 @@ __all__ = [
     "hosted_graph",
     "kv_router_config",
     "line",
+    "open_graph",
     "routing_to",
     "standard_graph",
+    "upstream_graph",
 ]

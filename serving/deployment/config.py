@@ -23,9 +23,11 @@ from pipeline.settings import Variable, at_least, one_of, setting, switch
 from ..routers import RouterName as RouterName
 from .engines import Deployment, find_engine
 from .model_files import is_gguf, model_at
+from .upstream_config import UpstreamConfig
 
 if TYPE_CHECKING:
     from engines.mocker import RecordedOutputs
+    from engines.upstream import Transport
     from pipeline.telemetry import Metrics, Tracer
 
 
@@ -86,21 +88,31 @@ class GraphConfig:
     """Bounds on what a request may hold."""
     prompt_work: PromptWork = PromptWork()
     """How prompts are prepared."""
+    upstream: UpstreamConfig | None = None
+    """Servers that take the place of engines; None: engines of this process."""
 
     def __attrs_post_init__(self) -> None:
         if self.model_name is not None and not self.model_name.strip():
             raise InvalidArgument("must not be empty", field="model_name")
         if self.router == "kv":
-            _check_fits(self.kv_router, self.workers, self.prefill_workers)
+            workers = self.workers if self.upstream is None else len(self.upstream.urls)
+            _check_fits(self.kv_router, workers, self.has_prefill_pool)
         self._check_roles()
         self.worker.checked()
+        if self.upstream is not None:
+            return
         for mode in self.modes:
             find_engine(self.engine).check(self.engine_args, self.deployment(mode))
 
     def _check_roles(self) -> None:
+        if not self.has_prefill_pool and self.enforce_disagg:
+            raise InvalidArgument("there are no prefill workers to insist on", field="enforce_disagg")
+        if self.upstream is not None:
+            for name, default in (("engine", "echo"), ("engine_args", {}), ("workers", 1), ("prefill_workers", 0)):
+                if getattr(self, name) != default:
+                    raise InvalidArgument("does not go with upstream servers, which are there as they are", field=name)
+            return
         if not self.prefill_workers:
-            if self.enforce_disagg:
-                raise InvalidArgument("there are no prefill workers to insist on", field="enforce_disagg")
             return
         if self.engine == "echo":
             raise InvalidArgument("the echo engine hands nothing over", field="prefill_workers")
@@ -108,9 +120,14 @@ class GraphConfig:
             raise InvalidArgument("beside prefill workers the others decode", field="disaggregation_mode")
 
     @property
+    def has_prefill_pool(self) -> bool:
+        """Whether some workers, or servers, compute prompts only."""
+        return bool(self.prefill_workers or (self.upstream is not None and self.upstream.prefill_urls))
+
+    @property
     def modes(self) -> tuple[DisaggregationMode, ...]:
         """Modes of the workers: one, or decode and prefill."""
-        if self.prefill_workers:
+        if self.has_prefill_pool:
             return (DisaggregationMode.DECODE, DisaggregationMode.PREFILL)
         return (self.worker.disaggregation_mode,)
 
@@ -139,9 +156,9 @@ class GraphConfig:
         Prefill workers have a component of their own; decode workers prefill what no prefill worker does.
         """
         settings = self.worker
-        if mode is DisaggregationMode.PREFILL and self.prefill_workers:
+        if mode is DisaggregationMode.PREFILL and self.has_prefill_pool:
             settings = evolve(settings, disaggregation_mode=mode, component=mode.component)
-        elif mode is DisaggregationMode.DECODE and self.prefill_workers:
+        elif mode is DisaggregationMode.DECODE and self.has_prefill_pool:
             settings = evolve(settings, disaggregation_mode=mode, may_prefill=not self.enforce_disagg)
         if settings.model_name:
             return settings
@@ -173,12 +190,12 @@ class GraphConfig:
         return evolve(model, checks_token_ids=not is_mock)
 
 
-def _check_fits(settings: KvRouterConfig, workers: int, prefill_workers: int) -> None:
+def _check_fits(settings: KvRouterConfig, workers: int, has_prefill_pool: bool) -> None:
     """Raise InvalidArgument for settings that could never come true in a standard graph, or would change nothing."""
     if settings.initial_workers > workers:
         text = f"the router would wait for {settings.initial_workers} workers, and there are {workers}"
         raise InvalidArgument(text, field="min_initial_workers")
-    if settings.conditional_disagg_enabled and not prefill_workers:
+    if settings.conditional_disagg_enabled and not has_prefill_pool:
         raise InvalidArgument("there are no prefill workers to pass by", field="conditional_disagg_enabled")
 
 
@@ -194,6 +211,8 @@ class HostOptions:
     """Health of the process, which workers report to."""
     recorded: RecordedOutputs | None = None
     """Known answers, for mock engines to give."""
+    transports: Mapping[str, Transport] = field(factory=dict)
+    """What replaces the network to upstream servers, by URL."""
     tracer: Tracer | None = None
     """Makes a span for each stage of the graph and each engine; None: there are none."""
     times: ShutdownTimes = field(default=Factory(lambda self: _without_grace(self.environment), takes_self=True))

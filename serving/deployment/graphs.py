@@ -11,30 +11,20 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
-from time import perf_counter, time_ns
-from typing import Any
 
 from attrs import frozen
 
 from engines import Worker
-from operators import Detokenize, Migration, Model, PrefillRouter, Preprocess
 from operators.kv import WorkerType
-from operators.migration import MigrationMetrics
-from pipeline import Annotated, AsyncEngine, PenstockError, Segment, link
+from pipeline import PenstockError
 from pipeline.network import Runtime
-from pipeline.protocols import BackendOutput, LLMEngineOutput, PreprocessedRequest
-from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
-from pipeline.telemetry import merged, traced
+from pipeline.telemetry import merged
 
-from .config import METRICS_PREFIX, GraphConfig
+from .config import GraphConfig
 from .config import HostOptions as HostOptions
 from .fleet import Fleet
-from .routing import Routing, prefill_stage, routing_to
-
-StandardGraph = Segment[ChatCompletionRequest | CompletionRequest, Annotated[BackendOutput]]
-"""OpenAI requests in, detokenized items out."""
-TokenGraph = AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]
-"""Requests in tokens in, an engine's items out."""
+from .routing import prefill_stage, routing_to
+from .stages import StandardGraph, TokenGraph, line, token_line
 
 
 @frozen
@@ -60,6 +50,11 @@ class OpenGraph:
         """The failure of the first engine, once all have failed; None before."""
         failures = [worker.failure for worker in self.workers if worker.failure is not None]
         return failures[0] if len(failures) == len(self.workers) else None
+
+    async def ended(self) -> None:
+        """Return once every worker that answers has ended."""
+        for worker in self.workers:
+            await worker.wait()
 
     def native_metrics(self) -> str:
         """Return the engines' own metrics as Prometheus text, each family once."""
@@ -93,48 +88,5 @@ async def hosted_graph(config: GraphConfig, hosting: HostOptions) -> AsyncIterat
         if config.prefill_workers:
             prefill = await stages.enter_async_context(prefill_stage(routing, config, hosting, runtime))
         parts = (routing, config, hosting, prefill)
-        yield OpenGraph(line(model, *parts), _linked(*parts), fleet)
+        yield OpenGraph(line(model, *parts), token_line(*parts), fleet)
         await fleet.finish(runtime.graceful_timeout_s)
-
-
-def wall_ms() -> int:
-    """Return the milliseconds since the epoch."""
-    return time_ns() // 1_000_000
-
-
-def line(
-    model: Model, routing: Routing, config: GraphConfig, hosting: HostOptions, prefill: PrefillRouter | None = None
-) -> StandardGraph:
-    """Return the stages in order; with a tracer each one that takes time has a span."""
-    preprocess = Preprocess(
-        model,
-        ignore_unsupported=config.ignore_unsupported,
-        limits=config.request_limits,
-        work=config.prompt_work,
-        wall_ms=wall_ms,
-        perf_s=perf_counter,
-    )
-    graph: StandardGraph = _linked(routing, config, hosting, prefill, preprocess, Detokenize(model))
-    return graph if hosting.tracer is None else traced(graph, tracer=hosting.tracer)
-
-
-def _linked(
-    routing: Routing,
-    config: GraphConfig,
-    hosting: HostOptions,
-    prefill: PrefillRouter | None,
-    preprocess: Preprocess | None = None,
-    detokenize: Detokenize | None = None,
-) -> Segment[Any, Any]:
-    """Return the stages that there are; without those of text, the graph of requests in tokens."""
-    migration = None
-    if config.migration_limit:
-        meter = None if hosting.metrics is None else hosting.metrics.meter
-        migration = Migration(
-            config.migration_limit,
-            max_seq_len_tokens=config.migration_max_seq_len_tokens,
-            metrics=None if meter is None else MigrationMetrics(meter, prefix=METRICS_PREFIX.of(hosting.environment)),
-            tracer=hosting.tracer,
-        )
-    stages = (routing.rejection, preprocess, migration, detokenize, prefill, routing.router)
-    return link(*(stage for stage in stages if stage is not None))

@@ -142,15 +142,17 @@ class _Pages:
         raise Refusal(404, "Model not found")
 
     async def health(self, request: Request) -> Response:
-        """200 while requests are taken, even without workers, which it lists if they are shown; 503 while draining."""
+        """200 while requests are taken, even without workers, which it lists if they are shown; 503 while draining, and
+        before there is any model."""
         phase = self._service.availability.phase
-        if phase is Phase.READY:
+        if phase is Phase.READY and self._service.models:
             if not (self._service.options.shows_internals and caller_of(request.scope).may("admin")):
                 return _json(encode({"status": "healthy"}))
             instances = self._service.instances()
             endpoints = sorted({instance.rpartition("/")[0] for instance in instances})
             return _json(encode({"status": "healthy", "endpoints": endpoints, "instances": instances}))
-        body = {"status": "not_ready", "stage": phase.value, "message": "Service is not ready"}
+        stage = "no_model" if phase is Phase.READY else phase.value
+        body = {"status": "not_ready", "stage": stage, "message": "Service is not ready"}
         return _json(encode(body), 503)
 
     async def live(self, request: Request) -> Response:

@@ -14,6 +14,7 @@ from pipeline.protocols import BackendOutput
 from pipeline.protocols.openai import ModelInfo
 
 from ..openai import OpenAIRequest
+from ..problems import Refusal
 from .metrics import Telemetry
 from .open_requests import Availability, OpenRequests, TimeLimits
 from .options import HttpOptions
@@ -62,6 +63,11 @@ class Service:
         init=False,
         default=Factory(lambda self: OpenRequests(self.options.limits, self.time_limits.period_s), takes_self=True),
     )
+
+    def check_models(self) -> None:
+        """Raise Refusal (503) if there is no model at all yet: which ones will be there is not known."""
+        if not self.models:
+            raise Refusal(503, "Service is not ready")
 
     def instances(self) -> list[str]:
         """Return the present instances of the graphs' worker pools, each once."""

@@ -116,6 +116,9 @@ class FakeVllm(FakeServer):
     total_blocks: int = 512
     ranks: int = 1
     adapters: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    root: str | None = None
+    """Where it has the model from; by default a folder of its own machine."""
     generates: bool = True
     """Whether it was started with `--enable-scale-out`."""
     tokens_only: bool = False
@@ -190,8 +193,11 @@ class FakeVllm(FakeServer):
         return "\n".join([f"process_start_time_seconds {self.started_s:.9e}", *lines, *gauges, ""])
 
     def _models(self) -> list[dict[str, Any]]:
-        base = {"id": self.model, "root": f"/models/{self.model}", "parent": None, "max_model_len": self.context_length}
-        return [base, *({"id": name, "root": "/adapters", "parent": self.model} for name in self.adapters)]
+        root = f"/models/{self.model}" if self.root is None else self.root
+        known: dict[str, Any] = {"owned_by": "vllm", "root": root, "parent": None, "max_model_len": self.context_length}
+        bases = [known | {"id": name} for name in (self.model, *self.aliases)]
+        adapter = {"owned_by": "vllm", "root": "/adapters", "parent": self.model}
+        return [*bases, *(adapter | {"id": name} for name in self.adapters)]
 
     async def _abort(self, line: Line, ids: list[str]) -> None:
         for one in ids:
@@ -219,7 +225,7 @@ class FakeVllm(FakeServer):
 
     def _refusal(self, asked: Asked) -> tuple[dict[str, Any] | None, bool]:
         """The error for a request, and whether it comes within the stream."""
-        if asked.model not in (None, self.model, *self.adapters):
+        if asked.model not in (None, self.model, *self.aliases, *self.adapters):
             return _error(404, f"The model `{asked.model}` does not exist.", "NotFoundError"), False
         if len(asked.prompt) >= self.context_length:
             return _error(400, "This model's maximum context length is exceeded"), False

@@ -75,7 +75,13 @@ async def test_health_shows_the_instances_of_all_models(switch: Switch[Any, Any]
     assert answer.json["instances"] == ["ns/a/generate/1", "ns/b/generate/1"]
 
 
-async def test_a_switch_without_graphs_serves_no_model() -> None:
-    service = app(Switch[Any, Any]())
+async def test_without_any_model_the_app_is_not_ready() -> None:
+    switch: Switch[Any, Any] = Switch()
+    service = app(switch)
     assert await listed(service) == []
-    assert (await chat(service).run()).status == 404
+    assert (await chat(service).run()).status == 503
+    health = await request_to(service, "/health", method="GET").run()
+    assert (health.status, health.json["stage"]) == (503, "no_model")
+    switch.add("m", Pool("m"))
+    assert await text_of(service, "m") == "m"
+    assert (await request_to(service, "/health", method="GET").run()).status == 200

@@ -17,7 +17,7 @@ from pipeline.network import static_workers
 from pipeline.protocols import LLMEngineOutput
 from pipeline.testing import ScriptedEngine, Stall, Wait, watch_streams
 from serving.deployment import GraphConfig, standard_graph
-from serving.deployment.graphs import wall_ms
+from serving.deployment.stages import wall_ms
 from serving.http import Telemetry, app
 from serving.http.metrics.telemetry import WorkerGauges
 from tests.serving.worlds import chat, complete

@@ -1,0 +1,175 @@
+"""The graph in front of servers that run already, each kept in service by a supervisor of its own.
+
+Switch ──► "llama" ──► its stages ──► PushRouter ──► workers, each a VllmUpstream of one server
+       └─► "qwen"  ──► ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from random import Random
+from typing import TYPE_CHECKING
+
+import anyio
+from attrs import frozen
+
+from engines import DisaggregationMode, Worker
+from pipeline import PenstockError, link
+from pipeline.errors import EngineShutdown
+from pipeline.network import Runtime
+from pipeline.telemetry import merged
+
+from .config import GraphConfig, HostOptions
+from .graphs import OpenGraph, hosted_graph
+from .kv_routing import event_log
+from .model_pools import ModelPool, ModelPools
+from .stages import StandardGraph, TokenGraph
+from .supervisor import Retry, Supervisor
+
+if TYPE_CHECKING:
+    from engines.upstream import Upstream
+
+OPEN_S = 5.0
+"""How long the start waits for the graphs of models whose servers are there."""
+
+
+@frozen(eq=False)
+class UpstreamGraph:
+    """A graph that runs in front of servers, and the servers' supervisors."""
+
+    graph: StandardGraph
+    tokens: TokenGraph
+    supervisors: list[Supervisor]
+    """One for each server that answers."""
+    prefill_supervisors: list[Supervisor]
+    """One for each server that prefills."""
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The workers of the servers that are there now, and answer."""
+        return [one.worker for one in self.supervisors if one.worker is not None]
+
+    @property
+    def prefill_workers(self) -> list[Worker]:
+        """The workers of the servers that are there now, and prefill."""
+        return [one.worker for one in self.prefill_supervisors if one.worker is not None]
+
+    @property
+    def failure(self) -> PenstockError | None:
+        """None: a server that is down may come back."""
+        return None
+
+    async def ended(self) -> None:
+        """Wait for ever, for the same reason."""
+        await anyio.sleep_forever()
+
+    def native_metrics(self) -> str:
+        """Return the engines' own metrics as Prometheus text, each family once."""
+        return merged(worker.native_metrics() for worker in (*self.workers, *self.prefill_workers))
+
+    async def finish(self, within_s: float) -> None:
+        """Accept no new requests, and wait for those that run."""
+        served = [one.served for one in (*self.workers, *self.prefill_workers) if one.served is not None]
+        for one in served:
+            await one.withdraw()
+        with anyio.move_on_after(within_s):
+            for one in served:
+                await one.drained()
+
+
+@asynccontextmanager
+async def upstream_graph(
+    config: GraphConfig, hosting: HostOptions, *, retry: Retry | None = None
+) -> AsyncIterator[UpstreamGraph]:
+    """Give the graph in front of the servers of `config.upstream`, once each was tried.
+
+    Those that are down are left out, and tried again. Raise InvalidArgument for settings that no graph can be opened
+    with. The end of the block accepts no new requests, lets those that run finish in the time of the runtime, then ends
+    all workers.
+    """
+    rng = None if config.seed is None else Random(config.seed)
+    failure: Exception | None = None
+    async with Runtime.in_process(rng=rng, metrics=hosting.metrics) as runtime, anyio.create_task_group() as tasks:
+        try:
+            pools = ModelPools(config, hosting, runtime, tasks)
+            servers = Servers(config, hosting, runtime, pools)
+            opened = servers.supervised(retry)
+            for one in (*opened.prefill_supervisors, *opened.supervisors):
+                tasks.start_soon(one.run)
+            await _started(opened, pools)
+            yield opened
+            await opened.finish(runtime.graceful_timeout_s)
+        except Exception as error:  # the block's own: it is raised as it is, not inside a group
+            failure = error
+        tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+def open_graph(
+    config: GraphConfig, hosting: HostOptions
+) -> AbstractAsyncContextManager[OpenGraph] | AbstractAsyncContextManager[UpstreamGraph]:
+    """Return what gives the graph of a config: in front of its servers, or of engines in this process."""
+    return hosted_graph(config, hosting) if config.upstream is None else upstream_graph(config, hosting)
+
+
+async def _started(opened: UpstreamGraph, pools: ModelPools) -> None:
+    """Wait until each server was tried, and a while for the graphs of those that are there."""
+    for one in (*opened.prefill_supervisors, *opened.supervisors):
+        await one.was_tried.wait()
+    with anyio.move_on_after(OPEN_S):
+        for pool in list(pools.pools.values()):
+            await pool.is_open.wait()
+    for pool in pools.pools.values():
+        if pool.failure is not None:
+            raise pool.failure
+
+
+class Servers:
+    """Makes the workers of servers."""
+
+    def __init__(self, config: GraphConfig, hosting: HostOptions, runtime: Runtime, pools: ModelPools) -> None:
+        assert config.upstream is not None
+        self._upstream, self._config, self._hosting = config.upstream, config, hosting
+        self._runtime, self._pools = runtime, pools
+
+    def supervised(self, retry: Retry | None) -> UpstreamGraph:
+        """Return the graph with a supervisor for each server; none of them runs yet."""
+        answering: list[Supervisor] = []
+        prefilling: list[Supervisor] = []
+        for url, mode in self._upstream.servers():
+            one = Supervisor(url, lambda url=url, mode=mode: self._serving(url, mode), retry)  # type: ignore[misc]
+            (prefilling if mode is DisaggregationMode.PREFILL else answering).append(one)
+        return UpstreamGraph(link(self._pools.switch), self._pools.tokens, answering, prefilling)
+
+    @asynccontextmanager
+    async def _serving(self, url: str, mode: DisaggregationMode) -> AsyncIterator[Worker]:
+        """Give a worker of the server in service. Raise what the server's discovery raises."""
+        engine = await self._upstream.engine(url, self._hosting.transports.get(url))
+        try:
+            facts = await engine.discover()
+            pool = await self._pools.pool_of(facts)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await engine.cleanup()
+            raise
+        async with self._worker(engine, pool, mode) as worker:
+            if engine.known.model != facts.model:
+                raise EngineShutdown(f"{url} was started again with another model")
+            pool.add(url, engine.known, mode)
+            yield worker
+
+    def _worker(self, engine: Upstream, pool: ModelPool, mode: DisaggregationMode) -> Worker:
+        hosting = self._hosting
+        return Worker(
+            engine,
+            pool.config.worker_settings(pool.model, mode),
+            runtime=self._runtime,
+            metrics=hosting.metrics,
+            environment=hosting.environment,
+            health=hosting.health,
+            times=hosting.times,
+            kv_event_log=event_log if pool.config.needs_event_logs else None,
+            tracer=hosting.tracer,
+        )

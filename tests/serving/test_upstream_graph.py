@@ -1,0 +1,364 @@
+"""The graph in front of servers: which are found, left out and back, and what clients notice of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from anyio.abc import TaskGroup
+
+from operators import ModelNotFound
+from operators.kv import KvRouterConfig
+from pipeline import Context, InvalidArgument, Unavailable
+from pipeline.protocols import PreprocessedRequest, StopConditions
+from serving.deployment import GraphConfig, HostOptions, Retry, UpstreamConfig, UpstreamGraph, upstream_graph
+from serving.http import app
+from tests.edge.model_folder import write_model_folder
+from tests.engines.upstream import worlds
+from tests.engines.upstream.worlds import FakeVllm, continued
+from tests.serving.worlds import chat, request_to
+
+RETRY = Retry(first_s=1.0, longest_s=4.0)
+ONE, TWO, THREE = "http://gpu-1:8000", "http://gpu-2:8000", "http://gpu-3:8000"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder."""
+    write_model_folder(path := tmp_path_factory.mktemp("model") / "tiny")
+    return path
+
+
+class Site:
+    """Servers by URL, and graphs in front of them; at its end no server has an open connection or a request."""
+
+    def __init__(self, tasks: TaskGroup, folder: Path) -> None:
+        self._tasks, self._folder = tasks, folder
+        self.servers: dict[str, FakeVllm] = {}
+
+    def server(self, url: str, **fields: Any) -> FakeVllm:
+        """A vLLM server at the URL."""
+        made = self.servers[url] = FakeVllm(self._tasks, **fields)
+        return made
+
+    @asynccontextmanager
+    async def graph(self, *, prefill: tuple[str, ...] = (), **fields: Any) -> AsyncIterator[UpstreamGraph]:
+        """The graph in front of all of them; those of `prefill` compute prompts only."""
+        urls = tuple(url for url in self.servers if url not in prefill)
+        transports = {url: server.transport for url, server in self.servers.items()}
+        upstream = UpstreamConfig(urls=urls, prefill_urls=prefill)
+        settings: dict[str, Any] = {"model_path": self._folder, "router": "round-robin", "upstream": upstream} | fields
+        hosting = HostOptions({}, transports=transports)
+        async with upstream_graph(GraphConfig(**settings), hosting, retry=RETRY) as opened:
+            yield opened
+
+
+@pytest.fixture
+async def site(folder: Path) -> AsyncIterator[Site]:
+    left: list[tuple[int, dict[str, Any]]] = []
+    async with anyio.create_task_group() as tasks:
+        made = Site(tasks, folder)
+        yield made
+        await anyio.sleep(1)
+        left += [(server.open, {**server.running}) for server in made.servers.values()]
+        tasks.cancel_scope.cancel()
+    assert left == [(0, {})] * len(left)
+
+
+def request(first: int = 5, tokens: int = 5, model: str = "tiny") -> Context[PreprocessedRequest]:
+    stop = StopConditions(max_tokens=tokens, ignore_eos=True)
+    return Context(PreprocessedRequest([first, 6, 7], model=model, stop_conditions=stop))
+
+
+async def tokens(opened: UpstreamGraph, sent: Context[PreprocessedRequest]) -> list[int]:
+    """The tokens of an answer. Raise the error of an error item."""
+    found: list[int] = []
+    async with await opened.tokens.generate(sent) as stream:
+        async for item in stream:
+            if (error := item.extract_error()) is not None:
+                raise error
+            if item.data is not None:
+                found += item.data.token_ids
+    return found
+
+
+def generated(server: FakeVllm) -> int:
+    """How many streamed requests for tokens it had."""
+    return sum(1 for one in server.requests("/inference/v1/generate") if one.json.get("stream"))
+
+
+async def listed(service: Any) -> list[str]:
+    page = await request_to(service, "/v1/models", method="GET").run()
+    return [one["id"] for one in page.json["data"]]
+
+
+# -- what is found
+
+
+async def test_all_servers_of_a_model_are_one_pool(site: Site) -> None:
+    for url in (ONE, TWO):
+        site.server(url)
+    async with site.graph() as opened:
+        for first in range(1, 5):
+            assert await tokens(opened, request(first)) == continued([first, 6, 7], 5)
+        assert [generated(server) for server in site.servers.values()] == [2, 2]
+        assert len(opened.workers) == 2
+
+
+async def test_the_facts_of_the_server_are_in_the_card(site: Site) -> None:
+    site.server(ONE, block_size_tokens=64, total_blocks=99, context_length=2048)
+    async with site.graph() as opened:
+        (worker,) = opened.workers
+        assert worker.card is not None
+        assert (worker.card.display_name, worker.card.kv_cache_block_size) == ("tiny", 64)
+        assert (worker.card.runtime_config.total_kv_blocks, worker.card.runtime_config.context_length) == (99, 2048)
+        assert worker.endpoint.path == "penstock-tiny/backend/generate"
+        listed_model = (await request_to(app(opened.graph), "/v1/models/tiny", method="GET").run()).json
+        assert listed_model["context_window"] == 2048
+
+
+async def test_a_chat_goes_to_the_server_and_comes_back_as_text(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worlds, "VOCABULARY", 256)
+    server = site.server(ONE)
+    async with site.graph() as opened:
+        answer = await chat(app(opened.graph), model="tiny", max_tokens=4, stream=True).run()
+        assert answer.status == 200
+        assert answer.chunks[-1]["choices"][0]["finish_reason"] == "length"
+        (sent,) = [one.json for one in server.requests("/inference/v1/generate") if one.json.get("stream")]
+        assert len(sent["token_ids"]) > 2
+        assert sent["model"] == "tiny"
+
+
+async def test_each_model_has_a_graph_of_its_own(site: Site) -> None:
+    site.server(ONE, model="Org/Llama 3")
+    site.server(TWO, model="qwen", aliases=("small",))
+    async with site.graph() as opened:
+        service = app(opened.graph)
+        assert sorted(await listed(service)) == ["Org/Llama 3", "qwen", "small"]
+        for model in ("Org/Llama 3", "qwen", "small", "qwen"):
+            assert await tokens(opened, request(model=model)) == continued([5, 6, 7], 5)
+        assert [generated(server) for server in site.servers.values()] == [1, 3]
+        with pytest.raises(ModelNotFound):
+            await tokens(opened, request(model="mistral"))
+        assert (await chat(service, model="mistral").run()).status == 404
+        names = sorted(worker.endpoint.namespace for worker in opened.workers)
+        assert names[0].startswith("penstock-org-llama-3-")
+        assert names[1] == "penstock-qwen"
+
+
+async def test_a_name_of_ones_own_is_the_only_one(site: Site) -> None:
+    site.server(ONE, model="/models/x", aliases=("y",))
+    async with site.graph(model_name="mine") as opened:
+        assert await listed(app(opened.graph)) == ["mine"]
+        assert await tokens(opened, request(model="mine")) == continued([5, 6, 7], 5)
+
+
+async def test_the_tokenizer_is_read_where_the_server_has_its_model(site: Site, folder: Path) -> None:
+    site.server(ONE, root=str(folder))
+    async with site.graph(model_path=None) as opened:
+        assert await listed(app(opened.graph)) == ["tiny"]
+
+
+async def test_a_model_without_a_tokenizer_on_this_machine_is_left_out(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    site.server(ONE, root="org/model")
+    async with site.graph(model_path=None) as opened:
+        (supervisor,) = opened.supervisors
+        assert isinstance(supervisor.problem, InvalidArgument)
+        assert "'org/model', which is no folder here" in str(supervisor.problem)
+        assert opened.workers == []
+    assert "is left out" in caplog.text
+
+
+async def test_a_server_of_an_unknown_kind_is_left_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = FakeVllm._models
+    monkeypatch.setattr(FakeVllm, "_models", lambda self: [one | {"owned_by": "x"} for one in models(self)])
+    site.server(ONE)
+    async with site.graph() as opened:
+        (supervisor,) = opened.supervisors
+        assert isinstance(supervisor.problem, InvalidArgument)
+        assert supervisor.problem.field == "upstream_kind"
+
+
+# -- what is down
+
+
+async def test_a_server_that_is_down_is_left_out_and_back_by_itself(site: Site) -> None:
+    up, down = site.server(ONE), site.server(TWO)
+    down.kill()
+    async with site.graph() as opened:
+        for first in range(1, 4):
+            assert await tokens(opened, request(first)) == continued([first, 6, 7], 5)
+        assert (generated(up), generated(down), len(opened.workers)) == (3, 0, 1)
+        down.restart()
+        await anyio.sleep(5)
+        assert len(opened.workers) == 2
+        for first in range(1, 5):
+            await tokens(opened, request(first))
+        assert generated(down) == 2
+
+
+async def test_while_no_server_is_there_clients_are_told_to_come_back(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worlds, "VOCABULARY", 256)
+    server = site.server(ONE)
+    server.kill()
+    async with site.graph() as opened:
+        service = app(opened.graph)
+        assert (await chat(service, model="tiny").run()).status == 503
+        assert (await request_to(service, "/health", method="GET").run()).status == 503
+        server.restart()
+        await anyio.sleep(5)
+        answer = await chat(service, model="tiny", max_tokens=2).run()
+        assert answer.status == 200, answer.content
+        assert (await request_to(service, "/health", method="GET").run()).status == 200
+
+
+async def test_a_model_whose_servers_are_all_gone_is_unavailable_and_stays_listed(site: Site) -> None:
+    server = site.server(ONE)
+    async with site.graph(migration_limit=0) as opened:
+        server.kill()
+        await anyio.sleep(3)
+        assert opened.workers == []
+        with pytest.raises(Unavailable):
+            await tokens(opened, request())
+        service = app(opened.graph)
+        assert await listed(service) == ["tiny"]
+        assert (await chat(service, model="tiny").run()).status == 503
+        server.restart()
+        await anyio.sleep(5)
+        assert await tokens(opened, request()) == continued([5, 6, 7], 5)
+
+
+async def test_a_restarted_server_is_another_instance(site: Site) -> None:
+    server = site.server(ONE)
+    async with site.graph() as opened:
+        (before,) = opened.workers
+        server.kill()
+        server.restart()
+        await anyio.sleep(8)
+        (after,) = opened.workers
+        assert after.worker_id != before.worker_id
+        assert await tokens(opened, request()) == continued([5, 6, 7], 5)
+
+
+async def test_an_answer_goes_on_at_another_server_token_by_token(site: Site) -> None:
+    servers = [site.server(url, token_s=0.1) for url in (ONE, TWO)]
+    async with site.graph() as opened:
+        found: dict[int, list[int]] = {}
+
+        async def read(first: int) -> None:
+            found[first] = await tokens(opened, request(first, 40))
+
+        async with anyio.create_task_group() as tasks:
+            for first in range(1, 7):
+                tasks.start_soon(read, first)
+            await anyio.sleep(1.5)
+            assert generated(servers[0]) == 3
+            servers[0].kill()
+        assert found == {first: continued([first, 6, 7], 40) for first in range(1, 7)}
+        assert generated(servers[1]) == 6
+
+
+async def test_a_server_with_another_model_after_its_restart_joins_that_model(site: Site) -> None:
+    server = site.server(ONE)
+    async with site.graph() as opened:
+        server.kill()
+        server.model = "other"
+        server.restart()
+        await anyio.sleep(8)
+        assert await tokens(opened, request(model="other")) == continued([5, 6, 7], 5)
+        with pytest.raises(Unavailable):
+            await tokens(opened, request(model="tiny"))
+
+
+# -- routers, ends
+
+
+async def test_the_router_kv_predicts_the_cache_of_a_server_without_events(site: Site) -> None:
+    for url in (ONE, TWO):
+        site.server(url, block_size_tokens=32)
+    async with site.graph(router="kv") as opened:
+        beginning = list(range(100, 260))
+        for turn in range(4):
+            prompt = PreprocessedRequest([*beginning, turn], model="tiny", stop_conditions=StopConditions(max_tokens=1))
+            await tokens(opened, Context(prompt))
+        assert sorted(generated(server) for server in site.servers.values()) == [0, 4]
+
+
+async def test_a_router_that_cannot_be_made_ends_the_start(site: Site) -> None:
+    site.server(ONE)
+    settings = KvRouterConfig(router_policy_config="/nowhere.toml")
+    with pytest.raises(InvalidArgument) as caught:
+        async with site.graph(router="kv", kv_router=settings):
+            pass
+    assert caught.value.field == "router_policy_config"
+
+
+async def test_the_end_waits_for_the_answers_under_way(site: Site) -> None:
+    site.server(ONE, token_s=0.1)
+    found: list[list[int]] = []
+    async with anyio.create_task_group() as tasks:
+        async with site.graph() as opened:
+
+            async def read() -> None:
+                found.append(await tokens(opened, request(5, 20)))
+
+            tasks.start_soon(read)
+            await anyio.sleep(0.5)
+        assert found == [continued([5, 6, 7], 20)]
+
+
+async def test_an_error_of_the_block_is_raised_as_it_is(site: Site) -> None:
+    site.server(ONE)
+    with pytest.raises(LookupError, match="mine"):
+        async with site.graph():
+            raise LookupError("mine")
+
+
+# -- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"urls": ()}, "upstream"),
+        ({"urls": (), "prefill_urls": (ONE,)}, "upstream"),
+        ({"urls": (ONE, TWO, f"{ONE}/v1")}, "upstream"),
+        ({"urls": (ONE,), "prefill_urls": (ONE,)}, "prefill_upstream"),
+        ({"urls": ("gpu-1:8000",)}, "upstream"),
+        ({"urls": (ONE,), "prefill_urls": ("ftp://x",)}, "prefill_upstream"),
+        ({"urls": (ONE,), "kind": "tgi"}, "kind"),
+    ],
+)
+def test_servers_that_cannot_be_are_refused_by_name(settings: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        UpstreamConfig(**settings)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"engine": "mocker"}, "engine"),
+        ({"workers": 2}, "workers"),
+        ({"prefill_workers": 1}, "prefill_workers"),
+        ({"enforce_disagg": True}, "enforce_disagg"),
+        ({"router": "kv", "kv_router": KvRouterConfig(min_initial_workers=2)}, "min_initial_workers"),
+        ({"router": "kv", "kv_router": KvRouterConfig(conditional_disagg_enabled=True)}, "conditional_disagg_enabled"),
+    ],
+)
+def test_what_does_not_go_with_servers_is_refused_by_name(settings: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        GraphConfig(upstream=UpstreamConfig(urls=(ONE,)), **settings)
+    assert caught.value.field == field
+
+
+def test_a_key_is_not_shown() -> None:
+    assert "secret" not in repr(UpstreamConfig(urls=(ONE,), api_key="secret"))
