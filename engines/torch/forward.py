@@ -17,8 +17,9 @@ from attrs import define, frozen
 
 from pipeline import InvalidArgument
 
+from .grouped_attention import use_grouped_attention
 from .kv_store import KvStore
-from .library import cache_utils, torch
+from .library import torch, transformers
 from .planning import Chunk, blocks_for
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -103,8 +104,9 @@ class Forward:
     def __init__(self, model: Any, store: KvStore) -> None:
         self._model, self._store = model, store
         self._attention = Attention.of(model)
+        use_grouped_attention(model)
         self._layers = [_Layer(store, layer) for layer in range(store.layout.layers)]
-        self._cache = cache_utils.Cache(layers=self._layers)
+        self._cache = transformers.Cache(layers=self._layers)
         self._device = store.cells.device
         parameter = next(model.parameters())
         self._dtype = parameter.dtype if parameter.is_floating_point() else store.cells.dtype

@@ -1,4 +1,4 @@
-"""The one door of torch, and of the cache of transformers, for what computes. Importing it loads both.
+"""The one door of torch, and of transformers for what computes. Importing it loads both.
 
 They are Any to the type checkers: neither is there in most environments, and torch's own types take minutes.
 """
@@ -12,4 +12,4 @@ from pipeline.extras import brought_by
 
 with brought_by("torch", by="TorchEngine"):
     torch: Any = import_module("torch")
-    cache_utils: Any = import_module("transformers.cache_utils")
+    transformers: Any = import_module("transformers")

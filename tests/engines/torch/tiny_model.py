@@ -16,8 +16,8 @@ EOS = 3
 
 
 @lru_cache(maxsize=4)
-def tiny_model(seed: int = 0, dtype: str = "float32", *, deep: bool = True) -> Any:
-    """Return the model, for the CPU, in evaluation mode."""
+def tiny_model(seed: int = 0, dtype: str = "float32", *, is_plain: bool = False) -> Any:
+    """Return the model, for the CPU, in evaluation mode. An engine changes its own; the plain one stays as it is."""
     torch: Any = pytest.importorskip("torch")
     transformers: Any = pytest.importorskip("transformers")
     torch.manual_seed(seed)
@@ -25,7 +25,7 @@ def tiny_model(seed: int = 0, dtype: str = "float32", *, deep: bool = True) -> A
     config = transformers.LlamaConfig(
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=3 if deep else 1,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=VOCAB,
@@ -54,7 +54,7 @@ def tiny_engine(model: Any = None, *, eos: Sequence[int] = (), **settings: Any) 
 def plain_answer(prompt: Sequence[int], tokens: int, model: Any = None) -> list[int]:
     """Return the most likely tokens, one by one, with transformers' own cache."""
     torch: Any = pytest.importorskip("torch")
-    model = model or tiny_model()
+    model = model or tiny_model(is_plain=True)
     ids, cache, answer = list(prompt), None, list[int]()
     with torch.inference_mode():
         for _ in range(tokens):
