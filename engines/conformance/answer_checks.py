@@ -82,7 +82,6 @@ async def check_same(trial: Trial) -> None:
         if one.tokens != trial.plain.tokens and _has_left_over(trial.plain, one):
             raise failed("TokensLeftOver", f"the same request got {trial.plain}, then {one}")
     trial.is_steady = all(Outcome.of(answer) == trial.plain for answer in again)
-    trial.is_steady_by_chunk = trial.is_steady and all(answer.chunks == again[0].chunks for answer in again)
     trial.repeated = [(trial.request, trial.plain if trial.is_steady else None)]
 
 

@@ -112,8 +112,6 @@ class Trial:
     """To the request that is repeated: the same one, or limited to fewer tokens."""
     is_steady: bool = False
     """Whether the same request always got the same answer."""
-    is_steady_by_chunk: bool = False
-    """Whether it came in the same chunks, too."""
     begins: Outcome | None = None
     """How the answer to the long request begins, if that is always the same."""
     goes_on: bool = False

@@ -16,7 +16,8 @@ import anyio
 from anyio import create_task_group
 from attrs import frozen
 
-from pipeline.protocols import PreprocessedRequest
+from pipeline import Annotated
+from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 
 from ..adapter import RequestAdapter
 from ..llm import EngineConfig, GenerateContext, LLMEngine
@@ -132,7 +133,7 @@ _LENGTH = 24
 _MOST_ABORTS = 1000
 """That may be due at the same time."""
 _NEED_SAME = ("E7", "E10")
-"""Rules that compare items with those of another run."""
+"""Rules that compare an answer with that of another run."""
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 
@@ -141,7 +142,7 @@ async def check_hosted(trial: Trial, bad_request: PreprocessedRequest | None) ->
     """Note what `check_engine` finds, each named by its rule."""
     from pipeline.testing import ENGINE_RULES, check_engine  # a tool of tests, which a worker does not need
 
-    rules = [rule for rule in ENGINE_RULES if trial.is_steady_by_chunk or rule not in _NEED_SAME]
+    rules = [rule for rule in ENGINE_RULES if trial.is_steady or rule not in _NEED_SAME]
     request = _request(trial)
     send, receive = anyio.create_memory_object_stream[Work](_MOST_ABORTS)
     adapter = RequestAdapter(trial.engine, spawn=send.send_nowait)
@@ -163,6 +164,7 @@ async def check_hosted(trial: Trial, bad_request: PreprocessedRequest | None) ->
                     within_s=trial.deadline_s,
                     answer_within_s=trial.within_s,
                     settle_s=trial.deadline_s,
+                    compared=_by_choice,
                     rules=[rule],
                 )
             except ExceptionGroup as group:
@@ -172,6 +174,18 @@ async def check_hosted(trial: Trial, bad_request: PreprocessedRequest | None) ->
                     break  # the others would take as long
         send.close()
         tasks.cancel_scope.cancel()
+
+
+def _by_choice(items: list[Annotated[LLMEngineOutput]]) -> dict[int, tuple[list[int], list[Any]]]:
+    """Return tokens and ends of each choice. A server that is busy puts more tokens into a chunk."""
+    choices: dict[int, tuple[list[int], list[Any]]] = {}
+    for item in items:
+        output = item.data
+        tokens, ends = choices.setdefault(0 if output is None else output.index or 0, ([], []))
+        if output is not None:
+            tokens += output.token_ids
+        ends += [end for end in (item.error, output and output.finish_reason) if end is not None]
+    return choices
 
 
 def _request(trial: Trial) -> PreprocessedRequest:

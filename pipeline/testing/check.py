@@ -31,6 +31,7 @@ async def check_engine(
     slack_items: int = 16,
     open_count: Callable[[Any], int] | None = None,
     settle_s: float = 0.0,
+    compared: Callable[[list[Any]], Any] = list,
     rules: Iterable[str] | None = None,
 ) -> None:
     """Check E1 to E13 of `AsyncEngine` on fresh engines; raise an ExceptionGroup of all violations.
@@ -39,8 +40,9 @@ async def check_engine(
     than `slack_items` items, so that an ignored stop shows. `expected` are its items (None: as in a first run).
     `bad_request` is a payload the engine refuses (None: E2 is not checked). `within_s` bounds every ending,
     `answer_within_s` every undisturbed answer, and `slack_items` how many may still come after a stop. `open_count`
-    returns how much the engine holds open, and `settle_s` bounds how long it may do so after an ending. `rules` limits
-    the check. Works in real and in virtual time.
+    returns how much the engine holds open, and `settle_s` bounds how long it may do so after an ending. `compared`
+    returns what of an answer's items is the same at each run, by default all: for an engine whose tokens come in other
+    chunks each time. `rules` limits the check. Works in real and in virtual time.
 
     If `generate` is not a coroutine that returns a stream, this is the only violation, and no rule is checked.
     """
@@ -54,6 +56,7 @@ async def check_engine(
         slack_items=slack_items,
         open_count=open_count,
         settle_s=settle_s,
+        compared=compared,
     )
     await _check("engine", subject, {name: (rule, subject) for name, rule in ENGINE_RULES.items()}, rules)
 

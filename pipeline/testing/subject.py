@@ -45,6 +45,8 @@ class Subject:
     """Seconds an undisturbed answer may take."""
     settle_s: float = 0.0
     """Seconds that closed streams may take to end, beyond some turns of the loop."""
+    compared: Callable[[list[Any]], Any] = list
+    """Returns what of an answer's items is the same at each undisturbed run."""
 
     @asynccontextmanager
     async def engine(self) -> AsyncIterator[AsyncEngine[Any, Any]]:

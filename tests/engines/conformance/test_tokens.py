@@ -45,7 +45,26 @@ class YieldsManyTokens(Toy):
     own_end = 100
 
 
-RIGHT = [Toy, Dice, WithoutUsage, YieldsManyTokens]
+class MergesChunksLater(Toy):
+    """Yields two tokens in a chunk from its tenth request on, as a server does that has become busy."""
+
+    requests = 0
+
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
+        self.requests += 1
+        held: dict[int | None, LLMEngineOutput] = {}
+        async with aclosing(super().generate(request, context)) as chunks:
+            async for chunk in chunks:
+                first = held.pop(chunk.index, None)
+                if first is not None:
+                    chunk = evolve(chunk, token_ids=[*first.token_ids, *chunk.token_ids])
+                elif self.requests >= 10 and chunk.finish_reason is None:
+                    held[chunk.index] = chunk
+                    continue
+                yield chunk
+
+
+RIGHT = [Toy, Dice, WithoutUsage, YieldsManyTokens, MergesChunksLater]
 
 
 @pytest.mark.parametrize("factory", RIGHT)

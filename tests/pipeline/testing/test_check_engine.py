@@ -298,6 +298,41 @@ async def test_an_engine_that_lets_other_tasks_run_itself_holds_the_rule() -> No
     assert await _broken_rules(RepeatsAndRests) == set()
 
 
+class GroupsItems(Good):
+    """Yields pairs from its second request on."""
+
+    calls = 0
+
+    async def generate(self, request: Context[int]) -> ResponseStream[Any]:
+        stream = await super().generate(request)
+        if request.payload == BAD:
+            return stream
+        self.calls += 1
+        return ResponseStream(self.groups(stream, 1 if self.calls == 1 else 2), request, stream)
+
+    async def groups(self, stream: ResponseStream[int], size: int) -> AsyncGenerator[list[int], None]:
+        group: list[int] = []
+        async for item in stream:
+            group.append(item)
+            if len(group) == size:
+                yield group
+                group = []
+        if group:
+            yield group
+
+
+@pytest.mark.parametrize("rule", ["E7", "E10"])
+async def test_answers_are_compared_by_what_stays_the_same(rule: str) -> None:
+    def joined(groups: list[list[int]]) -> list[int]:
+        return [item for group in groups for item in group]
+
+    await check_engine(GroupsItems, request=COUNT, rules=[rule], compared=joined)
+    with pytest.raises(ExceptionGroup, match="breaks 1 rules"):
+        await check_engine(GroupsItems, request=COUNT, rules=[rule])
+    with pytest.raises(ExceptionGroup, match="breaks 1 rules"):
+        await check_engine(SwapsItems, request=COUNT, rules=["E7"], compared=list)
+
+
 async def test_all_violations_are_reported_together() -> None:
     assert {"E1", "E5"} <= await _broken_rules(type("Both", (AnotherContext, ReleasesOnlyWhenRead), {}))
 
