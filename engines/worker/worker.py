@@ -335,7 +335,9 @@ class Worker:
             with engine_errors():
                 await self.engine.background()
         except PenstockError as failure:
-            _log.exception("%s failed in the background", self)
+            # Another worker would do: a connection or a device is lost, and its stack explains nothing.
+            stack = None if failure.facts.retry else failure
+            _log.error("%s failed in the background: %s", self, failure.render(), exc_info=stack)
             self._give_up(failure)
         except anyio.get_cancelled_exc_class():
             self._give_up(BackendCancelled("the engine's background was cancelled"))

@@ -13,7 +13,7 @@ import pytest
 from engines import EchoEngine, EngineConfig, MetricsBindings, MetricsContext, ShutdownTimes, SystemHealth, Worker
 from engines.worker.lifecycle import Background
 from engines.worker.signals import Signals
-from pipeline import Annotated, Context, Disconnected, InvalidArgument, Unavailable
+from pipeline import Annotated, CannotConnect, Context, Disconnected, InvalidArgument, Unavailable
 from pipeline.errors import BackendCancelled, BackendUnknown
 from pipeline.network import Runtime
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
@@ -231,6 +231,17 @@ async def test_when_the_background_fails_callers_are_disconnected_and_the_worker
         assert isinstance(worker.failure, BackendUnknown)
         assert worker.failure.__cause__ is BROKEN
         assert engine.calls == WHOLE
+
+
+@pytest.mark.parametrize(("error", "has_stack"), [(BROKEN, True), (CannotConnect("the server is gone"), False)])
+async def test_the_stack_of_a_background_that_fails_is_logged_unless_another_worker_would_do(
+    error: Exception, has_stack: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Runtime.in_process() as runtime, worker_of(Driven(1.0, error), runtime) as worker:
+        await worker.wait()
+    (record,) = [each for each in caplog.records if "failed in the background" in each.getMessage()]
+    assert str(error) in record.getMessage()
+    assert bool(record.exc_info) == has_stack
 
 
 async def test_a_background_that_fails_in_the_grace_period_cuts_what_runs() -> None:
