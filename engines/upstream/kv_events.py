@@ -11,6 +11,7 @@ there, what was missed is fetched by a replay.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import anyio
@@ -109,6 +110,19 @@ class KvEventFeeds:
         if dp_rank is not None and (follower := self.followers.get(dp_rank)) is not None:
             follower.note_answer(tokens)
 
+    def metrics_text(self) -> str:
+        """Return what happened to the events of each rank, as Prometheus text; empty while none is followed."""
+        lines: list[str] = []
+        for name, kind, description, values in _METRICS if self.followers else ():
+            lines += [f"# HELP {name} {description}", f"# TYPE {name} {kind}"]
+            for rank, follower in sorted(self.followers.items()):
+                found = values(follower)
+                counts = found if isinstance(found, Mapping) else {"": found}
+                for reason, count in sorted(counts.items()):
+                    reasoned = f',reason="{reason}"' if reason else ""
+                    lines.append(f'{name}{{dp_rank="{rank}"{reasoned}}} {int(count)}')
+        return "".join(f"{line}\n" for line in lines)
+
     async def run(self) -> None:
         """Follow each rank from when its publisher is there, until cancelled.
 
@@ -132,3 +146,25 @@ class KvEventFeeds:
             replay_limits=self._replay_limits,
         )
         self._changed.set()
+
+
+def _not_applied(follower: KvEventFollower) -> Mapping[str, int]:
+    """Return how many events and messages were left out, by reason."""
+    counts = Counter[str](follower.filtered)
+    counts.update(follower.refused)
+    counts.update(malformed=follower.malformed, repeated=follower.repeated)
+    return counts
+
+
+_METRICS: Sequence[tuple[str, str, str, Callable[[KvEventFollower], int | Mapping[str, int]]]] = (
+    ("penstock_kv_events_connected", "gauge", "Whether the connection stands", lambda one: one.is_connected),
+    ("penstock_kv_events_silent", "gauge", "Whether a rank that answers sends none", lambda one: one.is_silent),
+    ("penstock_kv_events_lost_batches_total", "counter", "Batches that did not come", lambda one: one.lost_batches),
+    (
+        *("penstock_kv_events_replayed_batches_total", "counter", "Batches fetched by a replay"),
+        lambda one: one.replayed_batches,
+    ),
+    ("penstock_kv_events_restarts_total", "counter", "Restarts of a rank that were noticed", lambda one: one.restarts),
+    ("penstock_kv_events_refused_total", "counter", "Events and messages that are left out", _not_applied),
+)
+"""Name, kind, description and value of each metric."""

@@ -17,7 +17,7 @@ from contextlib import aclosing
 from typing import Any, ClassVar, Protocol
 
 import anyio
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 
 from pipeline import Cancelled, Control, InvalidArgument, PenstockError
 from pipeline.errors import InvalidMessage, ungrouped
@@ -186,7 +186,9 @@ class Upstream(LLMEngine):
         return () if self.kv_feeds is None else self.kv_feeds.sources()
 
     async def setup_metrics(self, context: MetricsContext) -> MetricsBindings:
-        return MetricsBindings() if self.load_feed is None else self.load_feed.bindings()
+        if self.load_feed is None or self.kv_feeds is None:
+            return MetricsBindings()
+        return evolve(self.load_feed.bindings(), native_text=self.kv_feeds.metrics_text)
 
     async def background(self) -> None:
         """Watch the server, and follow its KV events and its load.

@@ -155,6 +155,7 @@ class EngineFollower:
     # -- inside
 
     async def _take(self, sockets: EventSockets, item: Frames | Link) -> None:
+        self.is_connected = item is Link.UP or isinstance(item, list)
         if isinstance(item, list):
             sequence = _sequence_of(item)
             is_known = sequence is None or self._order.place(sequence, item[-1]) not in (Place.LATER, Place.OTHER)
@@ -162,7 +163,6 @@ class EngineFollower:
                 await self._catch_up(sockets)
             self.receive(item)
             return
-        self.is_connected = item is Link.UP
         if item is Link.UP:
             await self._catch_up(sockets)
             return

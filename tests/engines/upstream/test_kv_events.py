@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -153,7 +154,15 @@ async def test_events_that_mean_nothing_do_not_end_the_worker(source: FakeKvSour
             "non_local_locality": 1,
             "unsupported_ownership": 1,
         }
+        text = worker.native_metrics()
     assert published.changes == [(0, change(100), "device")]
+    for expected in (
+        r'refused_total{dp_rank="0",reason="non_main_attention_kind",.*worker_id="7".*} 1',
+        r'refused_total{dp_rank="0",reason="malformed",.*} [12]',
+        r'connected{dp_rank="0",.*} 1',
+        r'lost_batches_total{dp_rank="0",.*} 1',
+    ):
+        assert re.search(rf"^penstock_kv_events_{expected}$", text, re.MULTILINE), text
 
 
 async def test_byte_hashes_and_signed_hashes_are_those_of_the_same_bits(source: FakeKvSource) -> None:
