@@ -29,6 +29,7 @@ with brought_by("upstream", by=__name__):
     from .sglang import SglangUpstream
     from .upstream import Upstream
     from .vllm import VllmUpstream
+    from .vllm_disaggregated import VllmDecode, VllmPrefill
 
 __all__ = [
     "CONNECTORS",
@@ -46,6 +47,8 @@ __all__ = [
     "SglangUpstream",
     "Taken",
     "Upstream",
+    "VllmDecode",
+    "VllmPrefill",
     "VllmUpstream",
     "kv_connector",
 ]
