@@ -44,6 +44,7 @@ DOORS = (
     "serving.deployment",
     "serving.http",
     "serving.replay",
+    "engines.upstream",
     "serving.live",
 )
 """The modules a user imports from, in the order of the page."""

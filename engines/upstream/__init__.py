@@ -26,7 +26,9 @@ with brought_by("upstream", by=__name__):
     from .http_exchange import Exchange as Exchange
     from .kv_events import KvEventFeeds, KvEventFollower
     from .leases import Lease, Leases
+    from .openai import IdForm, OpenAIUpstream
     from .sglang import SglangUpstream
+    from .text_answer import UNKNOWN_TOKEN as UNKNOWN_TOKEN
     from .upstream import Upstream
     from .vllm import VllmUpstream
     from .vllm_disaggregated import VllmDecode, VllmPrefill
@@ -34,6 +36,7 @@ with brought_by("upstream", by=__name__):
 __all__ = [
     "CONNECTORS",
     "EventSource",
+    "IdForm",
     "KvConnector",
     "KvEventFeeds",
     "KvEventFollower",
@@ -42,6 +45,7 @@ __all__ = [
     "LmCache",
     "MooncakePush",
     "NixlPull",
+    "OpenAIUpstream",
     "PrefillServer",
     "ServerFacts",
     "SglangUpstream",

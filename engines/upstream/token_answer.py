@@ -7,10 +7,10 @@ The last terminal chunk waits for the counts of tokens behind it. `[DONE]` ends 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from pipeline import InvalidArgument
+from pipeline import InvalidArgument, PenstockError
 from pipeline.errors import BackendUnknown, Disconnected, EngineShutdown, InvalidMessage, StreamIncomplete
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PromptTokensDetails
 from pipeline.wire import SSEDecoder, SSEMessage, plain_from_json
@@ -62,57 +62,67 @@ class TokenAnswer:
         usage.prompt_tokens_details = self._details
         return usage
 
-    def feed(self, data: bytes) -> list[LLMEngineOutput]:
-        """Return the chunks that these bytes complete.
+    def feed(self, data: bytes) -> Iterable[LLMEngineOutput]:
+        """Return the chunks that these bytes complete; an error among them is raised behind those before it.
 
         Nearly always these are whole events of one line each, which are read without a decoder: 2.6 µs a token instead
         of 5.1.
         """
-        if self._is_between and (lines := _whole_events(data)):
-            outputs: list[LLMEngineOutput] = []
-            for line in lines:
-                self._read(line, outputs)
-            return outputs
-        self._is_between = data.endswith(b"\n\n")
-        messages = self._events.feed(data)
-        self._pending_bytes = 0 if messages else self._pending_bytes + len(data)
-        if self._pending_bytes > MAX_EVENT_BYTES:
-            raise InvalidMessage(f"the server sent more than {MAX_EVENT_BYTES} bytes without the end of an event")
-        return self._take(messages)
+        outputs: list[LLMEngineOutput] = []
+        try:
+            if self._is_between and (lines := _whole_events(data)):
+                for line in lines:
+                    self._read(line, outputs)
+            else:
+                self._decode(data, outputs)
+        except PenstockError as error:
+            return _then_raised(outputs, error)
+        return outputs
 
-    def end(self, *, whole: bool) -> list[LLMEngineOutput]:
+    def end(self, *, whole: bool) -> Iterable[LLMEngineOutput]:
         """Return the chunks that the end of the body completes. `whole`: whether it ended as HTTP announced.
 
         An answer all of whose choices have ended is complete, also without `[DONE]`. Raise StreamIncomplete for any
         other, Disconnected if the connection broke.
         """
-        outputs = self._take(self._events.finish())
-        if self.is_done:
-            return outputs
-        if not self._open:
-            return [*outputs, *self._finish()]
-        kind = StreamIncomplete if whole else Disconnected
-        raise kind(f"the answer ended after {self.tokens} tokens without a finish reason")
+        outputs: list[LLMEngineOutput] = []
+        try:
+            self._take(self._events.finish(), outputs)
+            if not self.is_done and self._open:
+                kind = StreamIncomplete if whole else Disconnected
+                raise kind(f"the answer ended after {self.tokens} tokens without a finish reason")
+        except PenstockError as error:
+            return _then_raised(outputs, error)
+        if not self.is_done:
+            outputs.append(self._finished())
+        return outputs
 
     def cancelled(self) -> LLMEngineOutput:
         """Return the chunk that ends an answer which was stopped here."""
         return LLMEngineOutput.cancelled().with_usage(self.usage)
 
-    def _take(self, messages: list[SSEMessage]) -> list[LLMEngineOutput]:
-        outputs: list[LLMEngineOutput] = []
+    def _decode(self, data: bytes, outputs: list[LLMEngineOutput]) -> None:
+        """Append the chunks of bytes that are cut anywhere."""
+        self._is_between = data.endswith(b"\n\n")
+        messages = self._events.feed(data)
+        self._pending_bytes = 0 if messages else self._pending_bytes + len(data)
+        if self._pending_bytes > MAX_EVENT_BYTES:
+            raise InvalidMessage(f"the server sent more than {MAX_EVENT_BYTES} bytes without the end of an event")
+        self._take(messages, outputs)
+
+    def _take(self, messages: list[SSEMessage], outputs: list[LLMEngineOutput]) -> None:
         for message in messages:
             if message.data is not None:
                 self._read(message.data, outputs)
         if self._events.is_done and not self.is_done:
             if self._open:
                 raise StreamIncomplete(f"the answer was done after {self.tokens} tokens without a finish reason")
-            outputs += self._finish()
-        return outputs
+            outputs.append(self._finished())
 
-    def _finish(self) -> list[LLMEngineOutput]:
+    def _finished(self) -> LLMEngineOutput:
         last, self.is_done = self._last, True
         assert last is not None, "a choice has ended"
-        return [last.with_usage(self.usage)]
+        return last.with_usage(self.usage)
 
     def _read(self, data: str | bytes, outputs: list[LLMEngineOutput]) -> None:
         """Append the chunks of one event."""
@@ -175,6 +185,11 @@ class TokenAnswer:
             self._details = PromptTokensDetails(cached_tokens=int(cached))
         if is_last and (counted := usage.get("completion_tokens")) != self.tokens:
             raise InvalidMessage(f"the server counted {counted} tokens and sent {self.tokens}")
+
+
+def _then_raised(outputs: list[LLMEngineOutput], error: PenstockError) -> Iterator[LLMEngineOutput]:
+    yield from outputs
+    raise error
 
 
 _DATA, _END = b"data: {", b"}\n\n"

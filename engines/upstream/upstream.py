@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, Protocol
 
@@ -58,11 +58,11 @@ class Answer(Protocol):
     is_done: bool
     """Whether every terminal chunk was returned."""
 
-    def feed(self, data: bytes) -> list[LLMEngineOutput]:
+    def feed(self, data: bytes) -> Iterable[LLMEngineOutput]:
         """Return the chunks that these bytes complete. Raise the error of an answer that is one."""
         ...
 
-    def end(self, *, whole: bool) -> list[LLMEngineOutput]:
+    def end(self, *, whole: bool) -> Iterable[LLMEngineOutput]:
         """Return the chunks that the end of the body completes; raise unless the answer is complete."""
         ...
 
@@ -174,6 +174,10 @@ class Upstream(LLMEngine):
     async def abort_at_server(self, call: Call) -> None:
         """End the request at a server that has a route for it; its connection is closed already."""
 
+    def failure(self, error: PenstockError, call: Call) -> PenstockError:
+        """Return the error to raise for one of a request: what one server refuses as too busy, another may take."""
+        return of_one_server(error)
+
     # -- the engine
 
     async def start(self, worker_id: int) -> EngineConfig:
@@ -229,7 +233,7 @@ class Upstream(LLMEngine):
                 if not control.is_killed:
                     yield call.answer.cancelled()
             except PenstockError as error:
-                raise of_one_server(error) from error.__cause__
+                raise self.failure(error, call) from error.__cause__
             finally:
                 del self._open[id(context)]
 

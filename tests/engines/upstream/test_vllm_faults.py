@@ -173,3 +173,14 @@ async def test_a_broken_prompt_after_the_wire_is_an_error_of_its_own() -> None:
         with pytest.raises(PenstockError) as caught:
             await outputs(engine, PreprocessedRequest([5] * 9))
         assert caught.value.facts.status == 400
+
+
+@pytest.mark.parametrize("spaced", [True, False])
+async def test_tokens_that_come_together_with_an_error_are_delivered_before_it(spaced: bool) -> None:
+    together = as_event(CHUNK) + as_event(error(500, DEAD))
+    fault = sends(b": a comment\n\n" + together if spaced else together)
+    async with fake_vllm(faults={0: fault}) as server, started(server) as engine:
+        found: list[int] = []
+        with pytest.raises(EngineShutdown):
+            await outputs(engine, prompt(5), into=found)
+        assert found == [7]

@@ -11,6 +11,7 @@ import anyio
 import pytest
 from anyio.abc import ByteStream
 
+from engines.upstream import UNKNOWN_TOKEN
 from pipeline import Annotated, Context, InvalidArgument
 from pipeline.protocols import (
     CompletionUsage,
@@ -23,7 +24,6 @@ from pipeline.protocols import (
 from pipeline.telemetry import extract
 from pipeline.testing import check_engine
 from serving.live import Address, LiveEngine
-from serving.live.stream import UNKNOWN_TOKEN
 from tests.engines.upstream.wire import plug
 from tests.serving.live.worlds import (
     ADDRESS,
@@ -157,7 +157,7 @@ async def test_a_server_that_knows_nvext_gets_the_priority_and_returns_ids_worke
 )
 async def test_what_a_completion_cannot_express_is_refused_not_left_out(more: dict[str, Any]) -> None:
     async with serve(answering()) as server, engine_of(server) as engine:
-        with pytest.raises(InvalidArgument, match="live server"):
+        with pytest.raises(InvalidArgument, match="in text does not take it"):
             await outputs(engine, prompt(**more))
         assert not server.lines
 

@@ -116,12 +116,12 @@ async def test_errors_are_counted_by_type_with_the_message_of_the_first() -> Non
         report = await run(live_graph(URL, transport=server.transport), load(5, 2), per_request=True)
     assert (report.completed_requests, report.rejected_requests, report.failed_requests) == (2, 2, 1)
     assert [(one.type, one.requests, one.example) for one in report.errors] == [
-        ("Unavailable", 2, "HTTP 503: no 1"),
+        ("WorkerOverloaded", 2, "HTTP 503: no 1"),
         ("BackendUnknown", 1, "HTTP 500: no 3"),
     ]
     assert report.per_request is not None
     assert [one.error for one in report.per_request][2:] == ["BackendUnknown: HTTP 500: no 3", None, None]
-    assert "2 Unavailable, first: HTTP 503: no 1" in report_text(report)
+    assert "2 WorkerOverloaded, first: HTTP 503: no 1" in report_text(report)
     assert Report.from_json(report.to_json()) == report
     older = report.to_json().replace(b'"errors"', b'"older"')
     assert Report.from_json(older).errors == []
