@@ -39,7 +39,8 @@ _END_OF_REPLAY = b"\xff" * _SEQUENCE_BYTES
 
 @frozen
 class ReplayLimits:
-    """How long a replay is waited for. Raise InvalidArgument unless `attempts` is at least 1."""
+    """When a replay is requested, and how long it is waited for. Raise InvalidArgument unless `attempts` is at least 1,
+    and `idle_s` above 0."""
 
     timeout_s: float = 5.0
     """Seconds without a message of it, after which an attempt has failed."""
@@ -49,8 +50,12 @@ class ReplayLimits:
     """Seconds between two attempts."""
     pause_s: float = 30.0
     """Seconds after a replay that was given up in which batches that are missing are lost at once."""
+    idle_s: float = 30.0
+    """Seconds without any message after which a replay is requested, in case the last ones were lost."""
 
     def __attrs_post_init__(self) -> None:
+        if not self.idle_s > 0:
+            raise InvalidArgument(f"must be above 0, got {self.idle_s:g}", field="idle_s")
         if self.attempts < 1:
             raise InvalidArgument(f"must be at least 1, got {self.attempts}", field="attempts")
 
@@ -135,7 +140,10 @@ class EngineFollower:
                 self.endpoint, topic=self.topic, message_bytes=self.limits.message_bytes
             ) as sockets:
                 while True:
-                    await self._take(sockets, await sockets.receive())
+                    item: Frames | Link | None = None
+                    with anyio.move_on_after(self.replay_limits.idle_s):
+                        item = await sockets.receive()
+                    await self._take(sockets, item)
         finally:
             self._runs = self.is_connected = False
 
@@ -154,7 +162,12 @@ class EngineFollower:
 
     # -- inside
 
-    async def _take(self, sockets: EventSockets, item: Frames | Link) -> None:
+    async def _take(self, sockets: EventSockets, item: Frames | Link | None) -> None:
+        """Take a message, or what became of the connection; None: nothing has come for a while."""
+        if item is None:
+            if self.is_connected:
+                await self._catch_up(sockets)
+            return
         self.is_connected = item is Link.UP or isinstance(item, list)
         if isinstance(item, list):
             sequence = _sequence_of(item)

@@ -26,12 +26,15 @@ if TYPE_CHECKING:
 
 Frames = list[bytes]
 
-_MESSAGES_PER_TURN = 100
-"""So many messages are taken before other tasks have their turn."""
+_MESSAGES_PER_TURN = 32
+"""So many messages, of some 60 µs each, are taken before other tasks have their turn."""
 _LOOK_EVERY_S = 0.5
 """How often at least the connection is looked at."""
 _QUEUED_MESSAGES = 2**14
 """Messages that wait in a socket while the program does something else; further ones are dropped by the sender."""
+_HEARTBEAT_MS, _HEARTBEAT_LOST_MS = 5000, 15_000
+"""How often the publisher's process is asked for a sign of life, and after how long a connection without one is lost:
+TCP alone does not notice a machine that is gone."""
 
 
 class Link(Enum):
@@ -110,6 +113,8 @@ class EventSockets:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.setsockopt(self._zmq.RCVHWM, _QUEUED_MESSAGES)
         socket.setsockopt(self._zmq.MAXMSGSIZE, self._message_bytes)
+        socket.setsockopt(self._zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.setsockopt(self._zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_LOST_MS)
         return socket
 
     def _connect(self, socket: zmq.Socket[bytes], endpoint: str, field: str) -> None:

@@ -108,6 +108,22 @@ async def test_what_is_lost_on_the_way_is_replayed_in_order(source: FakeKvSource
     assert source.requests == [0, 0]
 
 
+async def test_what_is_lost_before_a_pause_is_found_after_it(source: FakeKvSource) -> None:
+    limits = ReplayLimits(timeout_s=0.2, idle_s=0.1)
+    async with following(source, replay_limits=limits) as followed:
+        source.publish(stored(100))
+        source.publish(stored(104), sent=False)
+        await followed.until_blocks(100, 104)
+    assert followed.follower.lost_batches == 0
+
+
+@pytest.mark.parametrize(("field", "value"), [("attempts", 0), ("idle_s", 0.0)])
+def test_a_limit_of_replays_that_is_none_is_refused(field: str, value: float) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        ReplayLimits(**{field: value})  # type: ignore[arg-type]
+    assert raised.value.field == field
+
+
 async def test_what_the_engine_no_longer_keeps_is_lost_from_sequence_zero() -> None:
     with FakeKvSource.opened(kept_batches=3) as source:
         for name in range(100, 128, 4):
