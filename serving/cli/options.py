@@ -200,23 +200,37 @@ class UpstreamOptions:
     upstream: tuple[str, ...] = setting(
         (), "URL of a server that answers, in the place of engines; repeatable.", separator=",", metavar="URL"
     )
-    upstream_kind: Literal["auto", "vllm"] = setting("auto", "What the servers are; auto: what each one shows.")
+    prefill_upstream: tuple[str, ...] = setting(
+        (), "URL of a server that computes prompts only; repeatable.", separator=",", metavar="URL"
+    )
+    upstream_kind: Literal["auto", "vllm", "sglang"] = setting(
+        "auto", "What the servers are; auto: what each one shows."
+    )
+    kv_connector: Literal["nixl", "mooncake", "lmcache"] = setting(
+        "nixl", "How vLLM servers hand the KV blocks of a prompt over; as their --kv-transfer-config."
+    )
+    kv_lease_s: float | None = setting(
+        None, "Seconds that prefill servers keep the blocks of a prompt. [default: 30 with nixl, 480 with mooncake]"
+    )
     upstream_model_path: tuple[str, ...] = setting(
         (), "Folder of a model by the name that servers have for it; repeatable.", variable="", metavar="NAME=PATH"
     )
 
     def config(self, environment: Mapping[str, str]) -> UpstreamConfig | None:
         """Return the servers, None for none. Raise InvalidArgument that names the option."""
-        if not self.upstream:
-            for name in ("upstream_kind", "upstream_model_path"):
-                if getattr(self, name) not in ("auto", ()):
+        if not (self.upstream or self.prefill_upstream):
+            for name, default in asdict(UpstreamOptions()).items():
+                if getattr(self, name) != default:
                     raise InvalidArgument("goes with --upstream", field=name)
             return None
         from ..deployment import UpstreamConfig
 
         return UpstreamConfig(
             urls=self.upstream,
+            prefill_urls=self.prefill_upstream,
             kind=self.upstream_kind,
+            connector=self.kv_connector,
+            lease_s=self.kv_lease_s,
             model_paths=self._paths(),
             api_key=environment.get(UPSTREAM_API_KEY, "").strip() or None,
         )

@@ -50,6 +50,8 @@ class ModelPool:
         self.block_size_tokens = facts.block_size_tokens
         self.is_open = anyio.Event()
         """Set once requests for the model are taken, or never will be: see `failure`."""
+        self.has_prefill_stage = anyio.Event()
+        """Set once prompts are computed by the prefill servers."""
         self.failure: InvalidArgument | None = None
         """Why its graph cannot be opened."""
         self._pools = pools
@@ -63,6 +65,12 @@ class ModelPool:
             sizes = f"{facts.block_size_tokens} tokens, others of {self.model.name} have {self.block_size_tokens}"
             _log.warning(f"{url} has KV blocks of {sizes}: its cache is not seen")
         (self._has_prefill if mode is DisaggregationMode.PREFILL else self._has_worker).set()
+
+    async def settled(self) -> None:
+        """Wait until the graph is open, with its prefill stage if a prefill server is there."""
+        if self.failure is None and self._has_prefill.is_set() and self._has_worker.is_set():
+            await self.has_prefill_stage.wait()
+        await self.is_open.wait()
 
     async def run(self) -> None:
         """Keep the graph open until cancelled. Return if it can never be opened."""
@@ -92,6 +100,7 @@ class ModelPool:
                 await self._has_prefill.wait()
                 stage = await stages.enter_async_context(prefill_stage(routing, self.config, hosting, runtime))
                 self._serve(routing, stage)
+                self.has_prefill_stage.set()
             await anyio.sleep_forever()
 
     def _serve(self, routing: Routing, prefill: PrefillRouter | None) -> None:
@@ -117,24 +126,27 @@ class ModelPools:
         self._owner: dict[str, ModelPool] = {}
         self._loading = anyio.Lock()
 
-    async def pool_of(self, facts: ServerFacts) -> ModelPool:
+    async def pool_of(self, facts: ServerFacts, *, may_prefill: bool) -> ModelPool:
         """Return the pool of a server's model, made at the first one of it.
 
+        Beside prefill servers a pool whose others cannot prefill is as with `enforce_disagg`.
         Raise InvalidArgument if the model's tokenizer is nowhere on this machine, or cannot be read.
         """
         name = self._config.model_name or facts.model
         async with self._loading:  # two servers of one model may be found at the same time
             if (pool := self.pools.get(name)) is None:
-                pool = self.pools[name] = await self._made(name, facts)
+                pool = self.pools[name] = await self._made(name, facts, may_prefill)
                 self._tasks.start_soon(pool.run)
         return pool
 
-    async def _made(self, name: str, facts: ServerFacts) -> ModelPool:
+    async def _made(self, name: str, facts: ServerFacts, may_prefill: bool) -> ModelPool:
         settings = self._config.worker
+        enforce = self._config.has_prefill_pool and not may_prefill
         config = evolve(
             self._config,
             model_path=folder_of(facts, self._config),
             model_name=name,
+            enforce_disagg=self._config.enforce_disagg or enforce,
             worker=evolve(settings, namespace=f"{settings.namespace}-{slug(name)}"),
         )
         with time_held():

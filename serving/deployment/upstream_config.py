@@ -15,9 +15,10 @@ from pipeline.settings import one_of, setting
 from pipeline.wire import from_json
 
 if TYPE_CHECKING:
-    from engines.upstream import Client, Transport, Upstream
+    from engines.upstream import Client, KvConnector, Transport, Upstream
 
-UpstreamKind = Literal["auto", "vllm"]
+UpstreamKind = Literal["auto", "vllm", "sglang"]
+KvConnectorName = Literal["nixl", "mooncake", "lmcache"]
 
 FIND_S = 30.0
 """Longest wait for a server that is to show its kind."""
@@ -36,6 +37,10 @@ class UpstreamConfig:
     """Servers that compute prompts only."""
     kind: UpstreamKind = setting("auto", "", one_of(*get_args(UpstreamKind)), variable="", option=())
     """What they are; `auto`: what each one shows."""
+    connector: KvConnectorName = setting("nixl", "", one_of(*get_args(KvConnectorName)), variable="", option=())
+    """How vLLM servers hand KV blocks over; SGLang's servers do it by themselves."""
+    lease_s: float | None = None
+    """How long prefill servers keep the blocks of a prompt, in seconds; None: as long as they do by default."""
     model_paths: Mapping[str, Path] = field(factory=dict)
     """Local folders of models by the names that servers have for them."""
     api_key: str | None = field(default=None, repr=False)
@@ -52,6 +57,23 @@ class UpstreamConfig:
                 if (address := str(Address.parse(url, field=name))) in seen:
                     raise InvalidArgument(f"{address} is given twice", field=name)
                 seen.add(address)
+        self.new_connector()
+
+    def check_mode(self, engine: Upstream, url: str, mode: DisaggregationMode) -> None:
+        """Raise InvalidArgument for an SGLang server that was started for another part of requests than it has here."""
+        from engines.upstream import SglangUpstream
+
+        if isinstance(engine, SglangUpstream) and engine.server.mode is not mode:
+            field = "prefill_upstream" if mode is DisaggregationMode.PREFILL else "upstream"
+            text = f"{url} was started with --disaggregation-mode {engine.server.mode.value}, and is to be {mode.value}"
+            raise InvalidArgument(text, field=field)
+
+    @staticmethod
+    def may_prefill(engine: Upstream) -> bool:
+        """Return whether a server that decodes can compute the prompts of requests without a prefill too."""
+        from engines.upstream import SglangUpstream
+
+        return not isinstance(engine, SglangUpstream)
 
     def servers(self) -> list[tuple[str, DisaggregationMode]]:
         """Return the servers with what each one does, those that prefill first."""
@@ -59,20 +81,36 @@ class UpstreamConfig:
         prefill = [(url, DisaggregationMode.PREFILL) for url in self.prefill_urls]
         return [*prefill, *((url, answers) for url in self.urls)]
 
-    async def engine(self, url: str, transport: Transport | None = None) -> Upstream:
-        """Return the engine of a server, not started; `transport` replaces the network.
+    def new_connector(self) -> KvConnector:
+        """Return the connector that the servers of one graph share. Raise InvalidArgument for a wrong lease."""
+        from engines.upstream import kv_connector
+
+        try:
+            return kv_connector(self.connector, self.lease_s)
+        except InvalidArgument as error:
+            raise InvalidArgument(str(error), field="kv_lease_s") from error
+
+    async def engine(
+        self, url: str, mode: DisaggregationMode, connector: KvConnector, transport: Transport | None = None
+    ) -> Upstream:
+        """Return the engine of a server for its part of requests, not started; `transport` replaces the network.
 
         Raise what the server's list of models raises if its kind is not given, and InvalidArgument for a server of a
         kind that is not known.
         """
-        from engines.upstream import VllmUpstream
+        from engines.upstream import SglangUpstream, VllmDecode, VllmPrefill, VllmUpstream
 
-        kinds: Mapping[str, type[Upstream]] = {"vllm": VllmUpstream}
         kind = await self._shown_kind(url, transport) if self.kind == "auto" else self.kind
-        if kind not in kinds:
-            known = ", ".join(kinds)
-            raise InvalidArgument(f"{url} is a server of {kind!r}, expected one of {known}", field="upstream_kind")
-        return kinds[kind](url, api_key=self.api_key, transport=transport)
+        if kind == "vllm":
+            if mode is DisaggregationMode.PREFILL:
+                return VllmPrefill(url, connector=connector, api_key=self.api_key, transport=transport)
+            if mode is DisaggregationMode.DECODE:
+                return VllmDecode(url, connector=connector, api_key=self.api_key, transport=transport)
+            return VllmUpstream(url, api_key=self.api_key, transport=transport)
+        if kind == "sglang":
+            return SglangUpstream(url, api_key=self.api_key, transport=transport)
+        known = ", ".join(name for name in get_args(UpstreamKind) if name != "auto")
+        raise InvalidArgument(f"{url} is a server of {kind!r}, expected one of {known}", field="upstream_kind")
 
     async def _shown_kind(self, url: str, transport: Transport | None) -> str:
         """Return what owns the models of a server, by its list of them."""

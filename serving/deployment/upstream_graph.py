@@ -120,7 +120,7 @@ async def _started(opened: UpstreamGraph, pools: ModelPools) -> None:
         await one.was_tried.wait()
     with anyio.move_on_after(OPEN_S):
         for pool in list(pools.pools.values()):
-            await pool.is_open.wait()
+            await pool.settled()
     for pool in pools.pools.values():
         if pool.failure is not None:
             raise pool.failure
@@ -133,6 +133,7 @@ class Servers:
         assert config.upstream is not None
         self._upstream, self._config, self._hosting = config.upstream, config, hosting
         self._runtime, self._pools = runtime, pools
+        self._connector = self._upstream.new_connector()
 
     def supervised(self, retry: Retry | None) -> UpstreamGraph:
         """Return the graph with a supervisor for each server; none of them runs yet."""
@@ -146,10 +147,11 @@ class Servers:
     @asynccontextmanager
     async def _serving(self, url: str, mode: DisaggregationMode) -> AsyncIterator[Worker]:
         """Give a worker of the server in service. Raise what the server's discovery raises."""
-        engine = await self._upstream.engine(url, self._hosting.transports.get(url))
+        engine = await self._upstream.engine(url, mode, self._connector, self._hosting.transports.get(url))
         try:
             facts = await engine.discover()
-            pool = await self._pools.pool_of(facts)
+            self._upstream.check_mode(engine, url, mode)
+            pool = await self._pools.pool_of(facts, may_prefill=self._upstream.may_prefill(engine))
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await engine.cleanup()

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
-from anyio.abc import TaskGroup
 
 from operators import ModelNotFound
 from operators.kv import KvRouterConfig
 from pipeline import Context, InvalidArgument, Unavailable
 from pipeline.protocols import PreprocessedRequest, StopConditions
-from serving.deployment import GraphConfig, HostOptions, Retry, UpstreamConfig, UpstreamGraph, upstream_graph
+from serving.deployment import GraphConfig, UpstreamConfig
 from serving.http import app
 from tests.edge.model_folder import write_model_folder
 from tests.engines.upstream import worlds
 from tests.engines.upstream.worlds import FakeVllm, continued
+from tests.serving.upstream_worlds import ONE, TWO, Site, generated, request, site_of, tokens
 from tests.serving.worlds import chat, request_to
-
-RETRY = Retry(first_s=1.0, longest_s=4.0)
-ONE, TWO, THREE = "http://gpu-1:8000", "http://gpu-2:8000", "http://gpu-3:8000"
 
 
 @pytest.fixture(scope="module")
@@ -33,62 +29,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class Site:
-    """Servers by URL, and graphs in front of them; at its end no server has an open connection or a request."""
-
-    def __init__(self, tasks: TaskGroup, folder: Path) -> None:
-        self._tasks, self._folder = tasks, folder
-        self.servers: dict[str, FakeVllm] = {}
-
-    def server(self, url: str, **fields: Any) -> FakeVllm:
-        """A vLLM server at the URL."""
-        made = self.servers[url] = FakeVllm(self._tasks, **fields)
-        return made
-
-    @asynccontextmanager
-    async def graph(self, *, prefill: tuple[str, ...] = (), **fields: Any) -> AsyncIterator[UpstreamGraph]:
-        """The graph in front of all of them; those of `prefill` compute prompts only."""
-        urls = tuple(url for url in self.servers if url not in prefill)
-        transports = {url: server.transport for url, server in self.servers.items()}
-        upstream = UpstreamConfig(urls=urls, prefill_urls=prefill)
-        settings: dict[str, Any] = {"model_path": self._folder, "router": "round-robin", "upstream": upstream} | fields
-        hosting = HostOptions({}, transports=transports)
-        async with upstream_graph(GraphConfig(**settings), hosting, retry=RETRY) as opened:
-            yield opened
-
-
 @pytest.fixture
 async def site(folder: Path) -> AsyncIterator[Site]:
-    left: list[tuple[int, dict[str, Any]]] = []
-    async with anyio.create_task_group() as tasks:
-        made = Site(tasks, folder)
+    async with site_of(folder) as made:
         yield made
-        await anyio.sleep(1)
-        left += [(server.open, {**server.running}) for server in made.servers.values()]
-        tasks.cancel_scope.cancel()
-    assert left == [(0, {})] * len(left)
-
-
-def request(first: int = 5, tokens: int = 5, model: str = "tiny") -> Context[PreprocessedRequest]:
-    stop = StopConditions(max_tokens=tokens, ignore_eos=True)
-    return Context(PreprocessedRequest([first, 6, 7], model=model, stop_conditions=stop))
-
-
-async def tokens(opened: UpstreamGraph, sent: Context[PreprocessedRequest]) -> list[int]:
-    """The tokens of an answer. Raise the error of an error item."""
-    found: list[int] = []
-    async with await opened.tokens.generate(sent) as stream:
-        async for item in stream:
-            if (error := item.extract_error()) is not None:
-                raise error
-            if item.data is not None:
-                found += item.data.token_ids
-    return found
-
-
-def generated(server: FakeVllm) -> int:
-    """How many streamed requests for tokens it had."""
-    return sum(1 for one in server.requests("/inference/v1/generate") if one.json.get("stream"))
 
 
 async def listed(service: Any) -> list[str]:

@@ -111,7 +111,8 @@ class FakeSglang(FakeServer):
         } | self.info
 
     def _models(self) -> list[dict[str, Any]]:
-        base = {"id": self.model, "root": self.model, "parent": None, "max_model_len": self.context_length}
+        known = {"owned_by": "sglang", "root": self.model, "parent": None, "max_model_len": self.context_length}
+        base = {"id": self.model} | known
         return [
             base,
             *({"id": name, "root": "/a", "parent": self.model, "max_model_len": None} for name in self.adapters),
