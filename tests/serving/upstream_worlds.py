@@ -39,7 +39,12 @@ class Site:
 
     @asynccontextmanager
     async def graph(
-        self, *, prefill: tuple[str, ...] = (), servers: dict[str, Any] | None = None, **fields: Any
+        self,
+        *,
+        prefill: tuple[str, ...] = (),
+        servers: dict[str, Any] | None = None,
+        retry: Retry = RETRY,
+        **fields: Any,
     ) -> AsyncIterator[UpstreamGraph]:
         """The graph in front of all of them; those of `prefill` compute prompts only.
 
@@ -50,7 +55,7 @@ class Site:
         upstream = UpstreamConfig(urls=urls, prefill_urls=prefill, **(servers or {}))
         settings: dict[str, Any] = {"model_path": self._folder, "router": "round-robin", "upstream": upstream} | fields
         hosting = HostOptions({}, transports=transports)
-        async with upstream_graph(GraphConfig(**settings), hosting, retry=RETRY) as opened:
+        async with upstream_graph(GraphConfig(**settings), hosting, retry=retry) as opened:
             yield opened
 
     def left(self) -> list[Any]:
