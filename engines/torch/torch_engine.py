@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from anyio import CancelScope
 
-from pipeline import EngineShutdown
+from pipeline import EngineShutdown, PenstockError
 from pipeline.loop import Wakeup
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 
@@ -155,7 +155,7 @@ class TorchEngine(LLMEngine):
             self._on_progress(progress)
 
     async def background(self) -> None:
-        """Compute steps as long as there is something to compute. Raise BackendError if steps keep failing."""
+        """Compute steps as long as there is something to compute. Raise the error of a step if steps keep failing."""
         failures = 0
         while not self.is_closing:
             plan = self._batcher.plan()
@@ -163,21 +163,23 @@ class TorchEngine(LLMEngine):
                 self._publish_load()
                 await self._work.wait()
                 continue
-            failures = failures + 1 if await self._failed(plan) else 0
-            if failures == FAILURES_MAX:
-                raise EngineShutdown(f"{failures} steps in a row have failed")
+            error = await self._step(plan)
+            failures = 0 if error is None else failures + 1
+            if error is not None and failures == FAILURES_MAX:
+                raise error
 
-    async def _failed(self, plan: StepPlan) -> bool:
-        """Compute a step; return whether it failed."""
+    async def _step(self, plan: StepPlan) -> PenstockError | None:
+        """Compute a step and deliver what it draws; return its error if it failed."""
         machine = self._running()
         try:
             drawn = await self.compute(lambda: machine.run(plan))
-        except Exception as error:
-            self._batcher.fail(plan, engine_error(error))
-            return True
+        except Exception as raised:
+            error = engine_error(raised)
+            self._batcher.fail(plan, error)
+            return error
         self._batcher.apply(plan, drawn)
         self._publish_load()
-        return False
+        return None
 
     async def compute(self, work: Callable[[], T]) -> T:
         """Return what a function returns in the compute thread, between two steps; as `ComputeThread.run`."""

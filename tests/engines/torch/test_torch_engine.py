@@ -10,55 +10,31 @@ import pytest
 
 from engines import as_engine, run_conformance
 from engines.torch import TorchEngine
-from pipeline import Annotated, Context, InvalidArgument
+from pipeline import Context, InvalidArgument
 from pipeline.protocols import (
     FinishReason,
-    LLMEngineOutput,
     OutputOptions,
-    PreprocessedRequest,
 )
 
-from .tiny_model import EOS, VOCAB, plain_answer, random_prompt, tiny_engine, tiny_model
+from .tiny_model import (
+    EOS,
+    VOCAB,
+    answers_of,
+    chunks_of,
+    plain_answer,
+    random_prompt,
+    tiny_engine,
+    tiny_model,
+    tokens_of,
+)
 from .worlds import request_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("default")]
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> Any:
-    """Real time: the engine has a thread of its own."""
-    return request.param
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _loaded() -> None:
     tiny_model()
-
-
-async def chunks_of(engine: Any, request: PreprocessedRequest) -> list[LLMEngineOutput]:
-    """Return the chunks of an answer; raise the error that ends it."""
-    async with await engine.generate(Context(request)) as stream:
-        items: list[Annotated[LLMEngineOutput]] = [item async for item in stream]
-    if (error := items[-1].extract_error()) is not None:
-        raise error
-    return [item.data for item in items if item.data is not None]
-
-
-async def tokens_of(engine: Any, request: PreprocessedRequest) -> list[int]:
-    return [token for chunk in await chunks_of(engine, request) for token in chunk.token_ids]
-
-
-async def answers_of(engine: Any, requests: list[PreprocessedRequest]) -> list[list[int]]:
-    """Return the answers to requests that are sent at the same time."""
-    answers: dict[int, list[int]] = {}
-
-    async def ask(number: int) -> None:
-        answers[number] = await tokens_of(engine, requests[number])
-
-    async with anyio.create_task_group() as tasks:
-        for number in range(len(requests)):
-            tasks.start_soon(ask, number)
-    return [answers[number] for number in range(len(requests))]
 
 
 async def test_it_holds_the_contract_of_engines() -> None:

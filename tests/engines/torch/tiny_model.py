@@ -7,9 +7,12 @@ from functools import lru_cache
 from random import Random
 from typing import Any
 
+import anyio
 import pytest
 
 from engines.torch import LoadedModel, ReportProgress, TorchEngine, TorchSettings
+from pipeline import Annotated, Context
+from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 
 VOCAB = 128
 EOS = 3
@@ -68,3 +71,30 @@ def plain_answer(prompt: Sequence[int], tokens: int, model: Any = None) -> list[
 def random_prompt(random: Random, low: int, high: int) -> list[int]:
     """Return a prompt of random tokens, of random length from `low` to `high`."""
     return [random.randrange(VOCAB) for _ in range(random.randint(low, high))]
+
+
+async def chunks_of(engine: Any, request: PreprocessedRequest) -> list[LLMEngineOutput]:
+    """Return the chunks of an answer; raise the error that ends it."""
+    async with await engine.generate(Context(request)) as stream:
+        items: list[Annotated[LLMEngineOutput]] = [item async for item in stream]
+    if (error := items[-1].extract_error()) is not None:
+        raise error
+    return [item.data for item in items if item.data is not None]
+
+
+async def tokens_of(engine: Any, request: PreprocessedRequest) -> list[int]:
+    """Return the tokens of an answer; raise the error that ends it."""
+    return [token for chunk in await chunks_of(engine, request) for token in chunk.token_ids]
+
+
+async def answers_of(engine: Any, requests: list[PreprocessedRequest]) -> list[list[int]]:
+    """Return the answers to requests that are sent at the same time."""
+    answers: dict[int, list[int]] = {}
+
+    async def ask(number: int) -> None:
+        answers[number] = await tokens_of(engine, requests[number])
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(len(requests)):
+            tasks.start_soon(ask, number)
+    return [answers[number] for number in range(len(requests))]
