@@ -39,8 +39,8 @@ class KvLayout:
         """
         device = next(model.parameters()).device
         with torch.inference_mode():
-            made = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=True).past_key_values
-        layers: Any = getattr(made, "layers", None) or ()
+            made = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=True)
+        layers: Any = getattr(getattr(made, "past_key_values", None), "layers", None) or ()
         shapes = {_shape(layer) for layer in layers}
         if len(shapes) != 1 or None in shapes:
             raise InvalidArgument(f"{type(model).__name__} keeps no keys and values of one form", field="model_path")
