@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import socket
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, nullcontext
 from typing import Any, Literal
 
 from attrs import evolve
 
 from engines import LLMEngine, ShutdownTimes, SystemHealth, Worker
+from engines.torch import ReportProgress, no_report
 from engines.worker import ProcessWatch
 from operators import Model
 from pipeline import InvalidArgument
@@ -45,6 +46,9 @@ from .server import GRACE, HttpServer, Interrupts, listen, listening_after, runn
 from .server_options import ServerOptions
 from .terminal import echo
 
+ShowLoading = Callable[[], AbstractContextManager[ReportProgress]]
+"""Gives the function that shows how far a model is loaded, until its block ends."""
+
 _STATUS_HOST = "0.0.0.0"
 """All addresses: probes come from outside the container."""
 
@@ -64,7 +68,9 @@ async def serve_graph(front: Frontend) -> None:
     config, watch = front.config, front.watch
 
     async def host(interrupts: Interrupts) -> None:
-        async with open_graph(config, front.hosting()) as opened:
+        bar = bars.enter_context(front.loading())
+        async with open_graph(config, front.hosting(bar)) as opened:
+            bars.close()
             front.telemetry.add_text(opened.native_metrics)
             front.telemetry.models.add(lambda: [worker.card for worker in opened.workers], config.migration_limit)
             server, beside = front.server(opened.graph), front.admin_servers(opened.graph, admin)
@@ -74,7 +80,7 @@ async def serve_graph(front: Frontend) -> None:
         if (failure := opened.failure) is not None:
             raise failure
 
-    with listening_after(watch), front.admin_listener() as admin:
+    with listening_after(watch), front.admin_listener() as admin, ExitStack() as bars:
         await until_signalled(host, watch)
 
 
@@ -119,10 +125,12 @@ async def host_worker(front: Frontend) -> None:
 
     async def make(_: Interrupts) -> None:
         model = await config.loaded_model()
-        (engine,) = await config.make_engines(1)
+        deployment = config.deployment(config.modes[0])
+        deployment.report_loading = bar.enter_context(front.loading())
+        (engine,) = await config.make_engines(1, deployment)
         made.append((model, engine))
 
-    with _status_listener(environment) as status, front.admin_listener() as admin:
+    with _status_listener(environment) as status, front.admin_listener() as admin, ExitStack() as bar:
         async with Runtime.in_process(metrics=metrics) as runtime, AsyncExitStack() as opened:
             await until_signalled(make, watch)  # a factory may take long; later the worker handles signals itself
             if not made:
@@ -149,6 +157,7 @@ async def host_worker(front: Frontend) -> None:
 
             async def announce() -> None:
                 await routing.workers.wait_for_instances()
+                bar.close()
                 health.set_process_ready(True)
                 _settle()
                 where = f"{worker.endpoint.path}; serving {front.models} at {server.url}"
@@ -173,7 +182,8 @@ async def host_worker(front: Frontend) -> None:
 class Frontend:
     """The server before a graph: its metrics, availability, access and options.
 
-    `listener` is its listening socket, and `watch` handles signals. Raise InvalidArgument for wrong options of access.
+    `listener` is its listening socket, `watch` handles signals, and `loading` shows the progress of models that are
+    loaded in its block. Raise InvalidArgument for wrong options of access.
     """
 
     def __init__(
@@ -184,7 +194,9 @@ class Frontend:
         watch: ProcessWatch,
         options: ServerOptions,
         tracer: Tracer | None = None,
+        loading: ShowLoading = lambda: nullcontext(no_report),
     ) -> None:
+        self.loading = loading
         self.config, self.environment, self.watch, self.tracer = config, environment, watch, tracer
         self.telemetry = Telemetry(prefix=METRICS_PREFIX.of(environment), environment=environment)
         self.availability = Availability()
@@ -199,9 +211,10 @@ class Frontend:
             request_limits=options.request_limits,
         )
 
-    def hosting(self) -> HostOptions:
+    def hosting(self, report_loading: ReportProgress = no_report) -> HostOptions:
         """Return how to host the graph behind the server."""
-        return HostOptions(self.environment, self.telemetry.component_metrics, tracer=self.tracer)
+        metrics = self.telemetry.component_metrics
+        return HostOptions(self.environment, metrics, report_loading=report_loading, tracer=self.tracer)
 
     def server(self, graph: StandardGraph) -> HttpServer:
         """Return the server of the graph, for the clients that the options admit."""

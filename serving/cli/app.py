@@ -96,6 +96,7 @@ def _run_server(
     from ..program import Frontend
     from ..server import listen, run
     from ..trace_export import exporting
+    from .progress import loading_bar
 
     with ExitStack() as opening:
         tracer = opening.enter_context(exporting(environment))
@@ -105,7 +106,8 @@ def _run_server(
     watch.start()
     try:
         with opened, engine_args_named(config):
-            run(lambda: main(Frontend(config, listener, environment, watch, server, tracer)))
+            show = partial(loading_bar, sys.stderr)
+            run(lambda: main(Frontend(config, listener, environment, watch, server, tracer, show)))
     finally:
         watch.over()  # a thread that an engine left behind may still hold up the end
 

@@ -66,7 +66,7 @@ class ModelOptions:
         return {"model_path": PACKAGED_MODELS[self.model].path(), "model_name": self.model_name or self.model}
 
 
-_ENGINE = "Engine behind the graph: echo, mocker, or module:factory."
+_ENGINE = "Engine behind the graph: echo, mocker, torch, or module:factory."
 
 
 @frozen
@@ -104,7 +104,7 @@ class MockerOptions(EngineOptions):
 class HostedEngine(EngineOptions):
     """The engine that a worker hosts."""
 
-    engine: str = required("Engine to host: echo, mocker, or module:factory.", metavar="ENGINE")
+    engine: str = required("Engine to host: echo, mocker, torch, or module:factory.", metavar="ENGINE")
 
 
 @frozen

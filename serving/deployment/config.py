@@ -13,6 +13,7 @@ from anyio import to_thread
 from attrs import Factory, evolve, field, frozen
 
 from engines import DisaggregationMode, LLMEngine, ShutdownTimes, SystemHealth, WorkerConfig
+from engines.torch import ReportProgress, no_report
 from operators import BusyThresholds, Model
 from operators.kv import KvRouterConfig
 from operators.text import LAST_USER_MESSAGE, WHOLE_CHAT
@@ -148,7 +149,7 @@ class GraphConfig:
     def deployment(self, mode: DisaggregationMode) -> Deployment:
         """Return what the engines of a mode have in common."""
         letters = _LETTERS if self.model_path is None else None  # what the byte-level model can show
-        return Deployment(letters, self.model_name, mode)
+        return Deployment(letters, self.model_name, mode, model_path=self.model_path)
 
     def worker_settings(self, model: Model, mode: DisaggregationMode | None = None) -> WorkerConfig:
         """Return the settings of each worker of a mode, by default that of `worker`, with the model it serves.
@@ -162,7 +163,9 @@ class GraphConfig:
             settings = evolve(settings, disaggregation_mode=mode, may_prefill=not self.enforce_disagg)
         if settings.model_name:
             return settings
-        return evolve(settings, model_name=str(self.model_path or ""), served_model_name=model.name)
+        # The card is made of a folder's files; a single file has none of those that it lists.
+        name = model.name if is_gguf(self.model_path) else str(self.model_path or "")
+        return evolve(settings, model_name=name, served_model_name=model.name)
 
     def load_model(self) -> Model:
         """Return the model for text and token stages. Raise InvalidArgument for a path that is not a model.
@@ -213,6 +216,8 @@ class HostOptions:
     """Known answers, for mock engines to give."""
     transports: Mapping[str, Transport] = field(factory=dict)
     """What replaces the network to upstream servers, by URL."""
+    report_loading: ReportProgress = no_report
+    """Called with the progress of each model that an engine loads."""
     tracer: Tracer | None = None
     """Makes a span for each stage of the graph and each engine; None: there are none."""
     times: ShutdownTimes = field(default=Factory(lambda self: _without_grace(self.environment), takes_self=True))

@@ -25,10 +25,13 @@ from attrs import define, evolve, frozen
 
 from engines import DisaggregationMode, EchoEngine, LLMEngine
 from engines.mocker import MODEL, MockEngine, MockEngineArgs, RecordedOutputs, TransferExchange, transfer_order
+from engines.torch import ReportProgress, no_report
 from pipeline import InvalidArgument, PenstockError, to_error
 from pipeline.foreign import raise_if_ours
 from pipeline.settings import expected
 from pipeline.wire import from_json
+
+from .torch_workers import SharedModel, TorchArgs, shared_model, torch_args, torch_engine
 
 
 def converted(make: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, Any]:
@@ -56,8 +59,11 @@ def hint_of(make: Callable[..., Any], name: str) -> Any:
 def _hint(make: Callable[..., Any], parameter: str, name: str) -> Any:
     """Return the type of a parameter. The others are not evaluated: theirs may exist for type checkers only."""
     function: Any = make
+    names: dict[str, Any] = {}
     if isinstance(make, type):
         function = make.__init__  # type: ignore[misc]
+        # Of a record the annotations are those of its fields, its parents' too, in whose modules the names are.
+        names = {k: v for each in reversed(make.__mro__) for k, v in vars(sys.modules[each.__module__]).items()}
     elif not inspect.isroutine(make):
         function = make.__call__  # type: ignore[operator]
 
@@ -65,7 +71,7 @@ def _hint(make: Callable[..., Any], parameter: str, name: str) -> Any:
 
     alone.__annotations__ = {parameter: getattr(function, "__annotations__", {}).get(parameter, str)}
     try:
-        return typing.get_type_hints(alone, getattr(function, "__globals__", None))[parameter]
+        return typing.get_type_hints(alone, names | getattr(function, "__globals__", {}))[parameter]
     except Exception as error:
         raise InvalidArgument(f"its type is unknown: {error}", field=name) from error
 
@@ -105,7 +111,7 @@ _READERS: dict[Any, Callable[[str], Any]] = {
 class Deployment:
     """What the engines of one deployment have in common.
 
-    The first engine that is made adds the exchange.
+    The first engine that is made adds the exchange, or the shared model.
     """
 
     token_ids: range | None = None
@@ -116,6 +122,12 @@ class Deployment:
     """Where engines transfer blocks."""
     recorded: RecordedOutputs | None = None
     """Known answers."""
+    model_path: Path | None = None
+    """Folder or file of the model; None: there is none."""
+    report_loading: ReportProgress = no_report
+    """Called with the progress of each model that an engine loads."""
+    shared_model: SharedModel | None = None
+    """Weights that torch engines share."""
     made: int = 0
     """Number of engines so far; each one listens on ports of its own."""
 
@@ -185,9 +197,17 @@ def _with_ports_of(args: MockEngineArgs, worker: int) -> MockEngineArgs:
     return evolve(args, **{name: port + offset for name in names if (port := getattr(args, name)) is not None})
 
 
+def _torch(arguments: dict[str, Any], deployment: Deployment) -> LLMEngine:
+    args = torch_args(arguments, deployment.mode)
+    if deployment.shared_model is None:
+        deployment.shared_model = shared_model(deployment.model_path, args)
+    return torch_engine(args, deployment.shared_model, deployment.report_loading)
+
+
 ENGINES: Mapping[str, EngineChoice] = {
     "echo": EngineChoice(EchoEngine, lambda arguments, _: EchoEngine(**arguments)),
     "mocker": EngineChoice(MockEngineArgs, _mocker),
+    "torch": EngineChoice(TorchArgs, _torch),
 }
 """Engines by the name a config gives them."""
 

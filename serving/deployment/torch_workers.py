@@ -1,0 +1,89 @@
+"""Torch engines of a deployment: their arguments, and the weights that they share.
+
+--engine torch --model-path DIR --engine-arg dtype=bfloat16
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from attrs import define, field, fields, frozen
+
+from engines import DisaggregationMode
+from engines.torch import (
+    LoadedModel,
+    ModelFiles,
+    ReportProgress,
+    SocketHandover,
+    TorchEngine,
+    TorchSettings,
+    check_dtype,
+    load_model,
+)
+from pipeline import InvalidArgument
+from pipeline.settings import setting
+
+
+@frozen(kw_only=True)
+class TorchArgs(TorchSettings):
+    """The arguments of a torch engine: its settings, how its model is loaded, and where its prompts are handed over."""
+
+    device: str = setting("auto", "Device as torch calls it; auto is the first CUDA device, else the CPU.")
+    dtype: str = setting("auto", "Type of the weights: float32, bfloat16, float16; auto is float32 on a CPU.")
+    handover_host: str = setting("127.0.0.1", "Address at which decode workers reach a prefill worker.")
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        check_dtype(self.dtype)
+
+    @property
+    def settings(self) -> TorchSettings:
+        """The settings of the engine itself."""
+        own: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(TorchSettings)}
+        return TorchSettings(**own)
+
+
+@define
+class SharedModel:
+    """The weights that the engines of a deployment share: loaded by the first that starts, the others wait for it."""
+
+    files: ModelFiles
+    device: str
+    dtype: Any
+    _loaded: LoadedModel | None = None
+    _lock: Lock = field(factory=Lock, init=False)
+
+    def load(self, report: ReportProgress) -> LoadedModel:
+        """Return the model, loaded once. Raise as `load_model`; the next call then tries again."""
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = load_model(self.files, device=self.device, dtype=self.dtype, report=report)
+            return self._loaded
+
+
+def shared_model(path: Path | None, args: TorchArgs) -> SharedModel:
+    """Return the weights at a path, not loaded. Raise InvalidArgument if there is no path."""
+    if path is None:
+        raise InvalidArgument("a torch engine needs a model: --model-path, or --model smollm2")
+    return SharedModel(ModelFiles(path), args.device, args.dtype)
+
+
+def torch_args(arguments: dict[str, Any], mode: DisaggregationMode) -> TorchArgs:
+    """Return the checked arguments of a worker of this mode. Raise InvalidArgument."""
+    if mode is DisaggregationMode.ENCODE:
+        raise InvalidArgument("a torch engine cannot be an encode worker")
+    given: dict[str, Any] = {"role": mode.value} | arguments
+    args = TorchArgs(**given)
+    if args.role != mode.value:
+        raise InvalidArgument(f"must be {mode}, the mode of its worker", field="role")
+    return args
+
+
+def torch_engine(args: TorchArgs, model: SharedModel, report: ReportProgress) -> TorchEngine:
+    """Return a torch engine, not started. Prefill and decode workers hand prompts over by sockets."""
+    handover = None
+    if args.role != "aggregated":
+        handover = SocketHandover(prefills=args.role == "prefill", host=args.handover_host)
+    return TorchEngine(model.load, args.settings, handover=handover, on_progress=report)

@@ -1,0 +1,113 @@
+"""A language model behind the real server: `penstock serve --engine torch --model smollm2`."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import pty
+import signal
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+
+import anyio
+import pytest
+
+from engines.torch import SocketHandover, TorchEngine
+from pipeline import InvalidArgument
+from serving.deployment import GraphConfig
+from tests.serving.worlds import program
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def engines_of(config: GraphConfig, count: int) -> list[TorchEngine]:
+    made = anyio.run(config.make_engines, count)
+    return [engine for engine in made if isinstance(engine, TorchEngine)]
+
+
+class TestConfig:
+    """What is decided before anything is loaded; torch need not be there."""
+
+    def test_a_torch_engine_without_a_model_is_refused(self) -> None:
+        with pytest.raises(InvalidArgument, match="--model-path, or --model smollm2"):
+            GraphConfig(engine="torch")
+
+    @pytest.mark.parametrize(
+        ("arguments", "place"),
+        [
+            ({"dtype": "int3"}, "engine_args.dtype"),
+            ({"max_num_seqs": "none"}, "engine_args.max_num_seqs"),
+            ({"block_size_tokens": "0"}, "engine_args.block_size_tokens"),
+            ({"role": "decode"}, "engine_args.role"),
+            ({"colour": "red"}, "engine_args.colour"),
+        ],
+    )
+    def test_a_wrong_argument_is_named(self, arguments: dict[str, str], place: str, tmp_path: Path) -> None:
+        with pytest.raises(InvalidArgument) as refused:
+            GraphConfig(engine="torch", model_path=tmp_path, engine_args=arguments)
+        assert refused.value.field == place
+
+    def test_arguments_reach_the_engine(self, tmp_path: Path) -> None:
+        arguments = {"max_num_seqs": "3", "kv_cache_blocks": "none", "device": "cpu", "caches_prefixes": "false"}
+        (engine,) = engines_of(GraphConfig(engine="torch", model_path=tmp_path, engine_args=arguments), 1)
+        assert (engine.settings.max_num_seqs, engine.settings.caches_prefixes) == (3, False)
+        assert (engine.settings.role, engine.handover) == ("aggregated", None)
+
+    def test_workers_beside_prefill_workers_decode_and_hand_over(self, tmp_path: Path) -> None:
+        (engine,) = engines_of(GraphConfig(engine="torch", model_path=tmp_path, prefill_workers=1), 1)
+        assert engine.settings.role == "decode"
+        assert isinstance(engine.handover, SocketHandover)
+
+    def test_a_file_has_no_folder_for_the_card_of_a_worker(self, tmp_path: Path) -> None:
+        config = GraphConfig(model_path=tmp_path / "small.gguf", model_name="small")
+        assert config.worker_settings(GraphConfig(model_name="small").load_model()).model_name == "small"
+
+
+def said(address: str) -> str:
+    """The text of a streamed answer to the question."""
+    body = {"model": "smollm2", "messages": QUESTION, "max_tokens": 24, "temperature": 0, "stream": True}
+    with closing(http.client.HTTPConnection(address, timeout=100)) as connection:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 200
+        lines = answer.read().decode().splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+
+
+@contextmanager
+def terminal() -> Iterator[tuple[int, list[bytes]]]:
+    """Give a terminal to write to, and what was shown on it; a thread reads it, or its writer would have to wait."""
+    ours, theirs = pty.openpty()
+    shown: list[bytes] = []
+
+    def read() -> None:
+        with suppress(OSError):  # the end of a terminal
+            while data := os.read(ours, 65536):
+                shown.append(data)
+
+    reader = Thread(target=read)
+    reader.start()
+    try:
+        yield theirs, shown
+    finally:
+        os.close(theirs)
+        reader.join()
+        os.close(ours)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("options", [[], ["--router", "kv"]])
+def test_it_knows_the_capital_of_france(options: list[str]) -> None:
+    """The answer, a bar on the terminal meanwhile, and an end in order."""
+    serve = ["--engine", "torch", "--model", "smollm2", *options]
+    variables = {"TERM": "xterm", "COLUMNS": "100"}
+    with terminal() as (file, shown), program(*serve, stderr=file, variables=variables) as (process, address):
+        assert "The capital of France is Paris" in said(address)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    assert b"Loading the model" in b"".join(shown)
+    assert b"could not be fetched" not in b"".join(shown)
