@@ -17,7 +17,7 @@ from functools import partial
 from secrets import randbits
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-from anyio import CancelScope
+from anyio import CancelScope, create_task_group
 
 from pipeline import EngineShutdown, PenstockError
 from pipeline.loop import Wakeup
@@ -74,6 +74,14 @@ class Handover(Protocol):
         """
         ...
 
+    async def start(self, engine: TorchEngine) -> None:
+        """Begin with an engine whose model is loaded; called before its `start` returns."""
+        ...
+
+    async def background(self) -> None:
+        """Run beside the engine's steps; cancelled after `close`."""
+        ...
+
     async def close(self) -> None:
         """Release all blocks and end what runs; called by `cleanup`, maybe twice."""
         ...
@@ -121,6 +129,11 @@ class TorchEngine(LLMEngine):
         return self._batcher
 
     @property
+    def model_name(self) -> str:
+        """Name of the model. Raise EngineShutdown unless it was started."""
+        return self._running().name
+
+    @property
     def store(self) -> KvStore:
         """The tensors of the cache, for functions given to `compute`. Raise EngineShutdown unless it was started."""
         return self._running().store
@@ -133,6 +146,8 @@ class TorchEngine(LLMEngine):
         self._thread = ComputeThread(f"torch-{worker_id}")
         machine = self._machine = await self._thread.run(self._make)
         self._batcher = Batcher(self.settings, machine.store.blocks, salt=randbits(64))
+        if self.handover is not None:
+            await self.handover.start(self)
         return EngineConfig(
             model=machine.name,
             context_length=machine.facts.capacity_tokens,
@@ -155,6 +170,16 @@ class TorchEngine(LLMEngine):
             self._on_progress(progress)
 
     async def background(self) -> None:
+        """Compute steps, beside the hand-over's own work. Raise as `_compute_steps`."""
+        if self.handover is None:
+            await self._compute_steps()
+            return
+        async with create_task_group() as tasks:
+            tasks.start_soon(self.handover.background)
+            await self._compute_steps()
+            tasks.cancel_scope.cancel()
+
+    async def _compute_steps(self) -> None:
         """Compute steps as long as there is something to compute. Raise the error of a step if steps keep failing."""
         failures = 0
         while not self.is_closing:
