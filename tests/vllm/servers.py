@@ -219,6 +219,8 @@ class VllmServer:
     def forget(self) -> None:
         """Empty its prefix cache, once no request holds blocks any more."""
         until(lambda: self.post("/reset_prefix_cache").raise_for_status().json()["success"], bool, within_s=10)
+        # An idle server keeps the event of it back until its scheduler takes a step.
+        self.greedy([1], 1)
 
     def greedy(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
         """Return the server's own greedy answer, not streamed."""
