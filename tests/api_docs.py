@@ -41,10 +41,10 @@ DOORS = (
     "operators.kv",
     "engines",
     "engines.mocker",
+    "engines.upstream",
     "serving.deployment",
     "serving.http",
     "serving.replay",
-    "engines.upstream",
     "serving.live",
 )
 """The modules a user imports from, in the order of the page."""
