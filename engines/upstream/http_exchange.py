@@ -89,6 +89,8 @@ class Exchange:
                 return await anext(parts)
             except StopAsyncIteration:
                 self.is_whole = not control.is_stopped
+                if self.is_whole:
+                    self._body = None  # there is nothing to close
             except httpx2.TransportError as error:
                 if not isinstance(problem := self._client.problem(error), Disconnected):
                     raise problem from error
@@ -112,6 +114,7 @@ class Exchange:
             with anyio.CancelScope(deadline=anyio.current_time() + _TAIL_S) as self._scope:
                 async for _ in self._body:
                     pass
+                self._body = None  # there is nothing to close
 
     async def _sent(self, request: httpx2.Request) -> httpx2.Response:
         """Return the answer's head. A cancellation waits while a new connection is not yet in use.
@@ -140,13 +143,13 @@ class Exchange:
         """
         body, self._body = self._body, None
         parts, self._parts = self._parts, None
-        if body is None or parts is None:
-            return
-        with suppress(httpx2.TransportError), anyio.CancelScope(shield=True) as scope:
-            scope.cancel()
-            async for _ in body:
-                pass
-        await parts.aclose()
+        if body is not None:
+            with suppress(httpx2.TransportError), anyio.CancelScope(shield=True) as scope:
+                scope.cancel()
+                async for _ in body:
+                    pass
+        if parts is not None:
+            await parts.aclose()
 
     def _cut(self) -> None:
         if self._scope is not None:

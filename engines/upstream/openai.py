@@ -21,7 +21,7 @@ from attrs import evolve
 from pipeline import InvalidArgument, PenstockError
 from pipeline.errors import BackendUnknown, InvalidMessage, Unavailable, may_migrate
 from pipeline.protocols import PreprocessedRequest
-from pipeline.wire import plain_from_json, to_json
+from pipeline.wire import plain_from_json, plain_to_json
 
 from ..llm import GenerateContext
 from . import llama_cpp
@@ -128,14 +128,16 @@ class OpenAIUpstream(Upstream):
             case IdForm.LLAMA_CPP:
                 body = llama_cpp.completion_body(request)
                 answer = llama_cpp.LlamaAnswer(prompt_tokens, wants_logprobs="n_probs" in body)
-                return Call(llama_cpp.COMPLETION, to_json(body), headers, answer)
+                return Call(llama_cpp.COMPLETION, plain_to_json(body), headers, answer)
             case IdForm.TOKEN_IDS:
                 body = completion_body(request, self.known, context.id, prioritizes=False)
                 del body["request_id"]
                 choices = request.sampling_options.n or 1
-                return Call(COMPLETIONS, to_json(body), headers, TokenAnswer(choices, prompt_tokens, of_completion))
+                return Call(
+                    COMPLETIONS, plain_to_json(body), headers, TokenAnswer(choices, prompt_tokens, of_completion)
+                )
         body = completion(request, model, nvext=self.ids is IdForm.NVEXT)
-        return Call(COMPLETIONS, to_json(body), headers, TextAnswer())
+        return Call(COMPLETIONS, plain_to_json(body), headers, TextAnswer())
 
     def failure(self, error: PenstockError, call: Call) -> PenstockError:
         error = super().failure(error, call)
@@ -173,9 +175,9 @@ class OpenAIUpstream(Upstream):
     async def _found_ids(self, model: str) -> IdForm:
         """Return the form of ids, by one token after a prompt of one id. Raise InvalidArgument if it takes no ids."""
         ask = {"model": model, "prompt": [1], "max_tokens": 1, "stream": False}
-        status, body = await self.post(COMPLETIONS, to_json(ask | {"return_token_ids": True}))
+        status, body = await self.post(COMPLETIONS, plain_to_json(ask | {"return_token_ids": True}))
         if status in (400, 422):  # a strict server refuses fields that it does not know
-            status, body = await self.post(COMPLETIONS, to_json(ask))
+            status, body = await self.post(COMPLETIONS, plain_to_json(ask))
         if status in (400, 422, *_NO_SUCH_PAGE):
             text = f"{self.address} takes no prompts as token ids at {COMPLETIONS}, so it cannot be an engine here"
             raise InvalidArgument(text, field="upstream") from of_status(status, body)

@@ -24,7 +24,7 @@ from attrs import evolve
 from pipeline import InvalidArgument
 from pipeline.errors import InvalidMessage, StatusError
 from pipeline.protocols import PreprocessedRequest
-from pipeline.wire import to_json
+from pipeline.wire import plain_to_json
 
 from ..llm import EngineConfig, GenerateContext
 from ..roles import DisaggregationMode
@@ -80,10 +80,10 @@ class SglangUpstream(Upstream):
             is_incremental=server.is_incremental,
             handed_over=BootstrapFields.of(request).plain() if is_prefill else None,
         )
-        return Call(GENERATE, to_json(body), {"x-request-id": request_id}, answer, request_id)
+        return Call(GENERATE, plain_to_json(body), {"x-request-id": request_id}, answer, request_id)
 
     async def abort_at_server(self, call: Call) -> None:
-        await self.post(ABORT, to_json({"rid": call.request_id}))
+        await self.post(ABORT, plain_to_json({"rid": call.request_id}))
 
     async def _info(self) -> Mapping[str, Any]:
         """Return what the server shows of itself; older servers have another name for the page."""
@@ -177,7 +177,7 @@ def _server_of(info: Mapping[str, Any]) -> SglangServer:
 def _incarnation(info: Mapping[str, Any]) -> str | None:
     """Return what differs between two starts of a server; None if it shows nothing of it."""
     known = {name: info[name] for name in ("random_seed", "startup_time") if info.get(name) is not None}
-    return to_json(known).decode() if known else None
+    return plain_to_json(known).decode() if known else None
 
 
 def _positive(record: Mapping[str, Any], name: str) -> int | None:

@@ -13,7 +13,7 @@ from attrs import frozen
 
 from pipeline import InvalidArgument
 from pipeline.protocols import GuidedDecodingOptions, PreprocessedRequest
-from pipeline.wire import to_json
+from pipeline.wire import plain_to_json
 
 from ..roles import DisaggregationMode, own_dp_rank
 from .connectors import BootstrapFields
@@ -113,7 +113,7 @@ def _guided(guided: GuidedDecodingOptions) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else to_json(value).decode()
+    return value if isinstance(value, str) else plain_to_json(value).decode()
 
 
 def _check(request: PreprocessedRequest) -> None:

@@ -23,7 +23,7 @@ from attrs import evolve, frozen
 from pipeline import InvalidArgument
 from pipeline.errors import InvalidMessage, Unavailable
 from pipeline.protocols import PreprocessedRequest
-from pipeline.wire import from_json, to_json
+from pipeline.wire import from_json, plain_to_json
 
 from ..llm import GenerateContext
 from .errors import of_status
@@ -85,12 +85,12 @@ class VllmUpstream(Upstream):
         answer = TokenAnswer(request.sampling_options.n or 1, len(request.token_ids), read)
         path = GENERATE if routes.generates else COMPLETIONS
         headers = headers_of(request, context, request_id)
-        return Call(path, to_json(body), headers, answer, request_id)
+        return Call(path, plain_to_json(body), headers, answer, request_id)
 
     async def abort_at_server(self, call: Call) -> None:
         if self.routes.generates:
             body = {"request_ids": [_ID_PREFIX + call.request_id]}
-            status, answer = await self.post(ABORT, to_json(body))
+            status, answer = await self.post(ABORT, plain_to_json(body))
             if status != 200:
                 raise of_status(status, answer)
 
@@ -98,15 +98,15 @@ class VllmUpstream(Upstream):
         """Return the routes, by a request for one token with a priority. Raise if the server sends no token ids."""
         sampling = {"max_tokens": 1, "detokenize": False}
         status, body = await self.post(
-            GENERATE, to_json({"token_ids": [0], "sampling_params": sampling, "priority": 1})
+            GENERATE, plain_to_json({"token_ids": [0], "sampling_params": sampling, "priority": 1})
         )
         if status not in _NO_SUCH_ROUTE:
-            stops, _ = await self.post("/abort_requests", to_json({"request_ids": []}))
+            stops, _ = await self.post("/abort_requests", plain_to_json({"request_ids": []}))
             return Routes(True, has_tokenizer=stops != 200, prioritizes=_may_prioritize(status, body))
         ask = {"model": self.model, "prompt": [0], "max_tokens": 1, "return_token_ids": True}
-        status, body = await self.post(COMPLETIONS, to_json(ask | {"priority": 1}))
+        status, body = await self.post(COMPLETIONS, plain_to_json(ask | {"priority": 1}))
         if not (prioritizes := _may_prioritize(status, body)):
-            status, body = await self.post(COMPLETIONS, to_json(ask))
+            status, body = await self.post(COMPLETIONS, plain_to_json(ask))
         if status != 200:
             raise of_status(status, body)
         if "token_ids" not in (_object(body, COMPLETIONS).get("choices") or [{}])[0]:

@@ -39,7 +39,7 @@ from pipeline.protocols import (
     StopConditions,
 )
 from pipeline.telemetry import inject
-from pipeline.wire import plain_from_json, to_json
+from pipeline.wire import plain_from_json, plain_to_json
 
 from ..llm import EngineConfig, GenerateContext
 from .client import Address, Client
@@ -117,7 +117,7 @@ class VllmPrefill(VllmUpstream):
         del body["stream_options"]
         if (params := self.connector.prefill_params(transfer_id)) is not None:
             body[_PARAMS] = body.get(_PARAMS, {}) | params
-        return evolve(call, body=to_json(body))
+        return evolve(call, body=plain_to_json(body))
 
     async def _answered(self, exchange: Exchange, call: Call, trace: Mapping[str, str]) -> Mapping[str, Any]:
         """Return the whole answer. Raise the error of one that is none."""

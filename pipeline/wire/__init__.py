@@ -7,6 +7,7 @@ from .codec import from_json, from_msgpack, from_plain, to_json, to_msgpack, to_
 from .codec import is_json_object as is_json_object
 from .codec import plain_from_json as plain_from_json
 from .codec import plain_from_long_json as plain_from_long_json
+from .codec import plain_to_json as plain_to_json
 from .frames import FrameDecoder as FrameDecoder
 from .frames import encode_frame as encode_frame
 from .long_json import WINDOW as WINDOW

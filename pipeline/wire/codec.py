@@ -290,7 +290,11 @@ def to_json(value: Any) -> bytes:
 
     Raise CodecError for a value that has no JSON form, such as half a surrogate pair or an object of no plain kind.
     """
-    plain = to_plain(value)
+    return plain_to_json(to_plain(value))
+
+
+def plain_to_json(plain: Any) -> bytes:
+    """Return a plain value as JSON; it is not walked beforehand, as records are. Raise CodecError as `to_json`."""
     try:
         return _json_encoder.encode(plain)
     except _UNWRITABLE as error:
