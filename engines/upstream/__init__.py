@@ -20,6 +20,7 @@ with brought_by("upstream", by=__name__):
         Taken,
         kv_connector,
     )
+    from .errors import TransferFailed
     from .errors import of_frame as of_frame
     from .errors import of_status as of_status
     from .facts import EventSource, ServerFacts
@@ -50,6 +51,7 @@ __all__ = [
     "ServerFacts",
     "SglangUpstream",
     "Taken",
+    "TransferFailed",
     "Upstream",
     "VllmDecode",
     "VllmPrefill",

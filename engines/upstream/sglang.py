@@ -50,6 +50,7 @@ class SglangUpstream(Upstream):
     for is refused by name. A server started with `--disaggregation-mode` serves its part of a request: it needs
     `bootstrap_info`, which a `PrefillRouter` makes of what the prefill server advertises, and sends both parts at the
     same time. Each part waits for the other at its server, so the end of one must end the other, as PrefillRouter does.
+    If they do not come together, TransferFailed.
     """
 
     server = SglangServer()
@@ -79,6 +80,7 @@ class SglangUpstream(Upstream):
             len(request.token_ids),
             is_incremental=server.is_incremental,
             handed_over=BootstrapFields.of(request).plain() if is_prefill else None,
+            is_half=server.is_half,
         )
         return Call(GENERATE, plain_to_json(body), {"x-request-id": request_id}, answer, request_id)
 

@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline import InvalidArgument, PenstockError
-from pipeline.errors import Disconnected, EngineShutdown, InvalidMessage, StreamIncomplete
+from pipeline.errors import BackendUnknown, Disconnected, EngineShutdown, InvalidMessage, StreamIncomplete
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PromptTokensDetails, TopLogprob
 from pipeline.wire import SSEDecoder, SSEMessage, plain_from_json
 
-from .errors import excerpt, of_frame
+from .errors import TransferFailed, excerpt, of_frame
 from .token_answer import MAX_EVENT_BYTES, U32_MAX
 
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -29,6 +29,8 @@ class SglangAnswer:
 
     `choices` and `prompt_tokens` are those of the request. `is_incremental`: which form the chunks have, for a server
     that does not count the tokens. `handed_over` goes into the first chunk, as the parameters for a decode worker.
+    `is_half`: whether another server has the other half of the request; a failure before the first token is then
+    TransferFailed.
     Every method raises the errors of the answer: those of an error event and of a failed choice, see `of_frame`;
     InvalidMessage for bytes of another form, and for tokens that were lost or repeated; EngineShutdown if the server
     gave the answer up.
@@ -41,11 +43,12 @@ class SglangAnswer:
         *,
         is_incremental: bool | None = None,
         handed_over: Mapping[str, Any] | None = None,
+        is_half: bool = False,
     ) -> None:
         self._events = SSEDecoder()
         self._pending_bytes = 0
         self._choices, self._prompt_tokens = choices, prompt_tokens
-        self._is_incremental, self._handed_over = is_incremental, handed_over
+        self._is_incremental, self._handed_over, self._is_half = is_incremental, handed_over, is_half
         self._seen, self._newest = [0] * choices, [-1] * choices
         self._open = set(range(choices))
         self._details: PromptTokensDetails | None = None
@@ -175,7 +178,10 @@ class SglangAnswer:
         text = plain.get("message") or "aborted"
         if (code := plain.get("status_code")) is None:
             return EngineShutdown(f"the server gave the answer up after {self.tokens} tokens: {text}")
-        return of_frame({"message": text, "code": code}, has_tokens=self.tokens > 0)
+        error = of_frame({"message": text, "code": code}, has_tokens=self.tokens > 0)
+        if self._is_half and not self.tokens and isinstance(error, BackendUnknown):
+            return TransferFailed(f"the two halves of the request did not come together: {text}", cause=error)
+        return error
 
 
 def _kind(reason: Any) -> str:

@@ -10,6 +10,7 @@
 | one after that                                | the connection is closed: that server frees prefill's blocks    |
 | the lease ends before decode's server has it  | WorkerOverloaded: the request may start again                   |
 | it ends before the first token, not renewed   | the same: the tokens could be wrong                             |
+| decode fails before its first token           | TransferFailed: the request may start again                     |
 
 Prefill's token is not passed on: decode computes it again.
 
@@ -44,7 +45,7 @@ from pipeline.wire import plain_from_json, plain_to_json
 from ..llm import EngineConfig, GenerateContext
 from .client import Address, Client
 from .connectors import KvConnector, MooncakePush, NixlPull, PrefillServer, Taken
-from .errors import of_one_server, of_status
+from .errors import TransferFailed, of_one_server, of_status
 from .facts import ServerFacts
 from .http_exchange import Exchange
 from .upstream import FIND_S, Call
@@ -193,10 +194,10 @@ class _DecodeCall(Call):
 class VllmDecode(VllmUpstream):
     """A vLLM server that answers requests whose prompts a `VllmPrefill` has computed; others it answers alone.
 
-    `connector` is that of the prefill workers, so that the time since their answers counts. Raise as `Upstream`, and
-    WorkerOverloaded once the prefill server may have freed the blocks. While `background` runs, a request that is
-    stopped or closed before the server has it is sent for one token, so that prefill's blocks do not wait for their
-    lease to end.
+    `connector` is that of the prefill workers, so that the time since their answers counts. Raise as `Upstream`;
+    WorkerOverloaded once the prefill server may have freed the blocks, and TransferFailed if the server fails before
+    its first token. While `background` runs, a request that is stopped or closed before the server has it is sent for
+    one token, so that prefill's blocks do not wait for their lease to end.
     """
 
     def __init__(self, url: str, *, connector: KvConnector | None = None, **options: Any) -> None:
@@ -251,9 +252,13 @@ class VllmDecode(VllmUpstream):
         return _DecodeCall(call.path, call.body, call.headers, call.answer, call.request_id, handed)
 
     async def _first(self, chunks: AsyncGenerator[LLMEngineOutput, None], handed: _Handed) -> LLMEngineOutput | None:
-        """Return the first chunk, None after a kill. Raise WorkerOverloaded if the lease ends before it."""
+        """Return the first chunk, None after a kill. Raise WorkerOverloaded if the lease ends before it, TransferFailed
+        if the server fails before it."""
         with anyio.CancelScope(deadline=handed.taken.lease.ends_s) as handed.waiting:
-            return await anext(chunks, None)
+            try:
+                return await anext(chunks, None)
+            except BackendUnknown as error:  # all that vLLM sends of a transfer that failed
+                raise TransferFailed(f"decode failed before its first token: {error}", cause=error) from error
         raise WorkerOverloaded("decode took longer than the prefill server keeps the prompt's KV blocks")
 
     async def _begin(self, exchange: Exchange, call: Call, trace: Mapping[str, str]) -> None:

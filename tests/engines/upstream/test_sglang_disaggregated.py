@@ -12,10 +12,10 @@ from attrs import define
 
 from engines import DisaggregationMode
 from engines.adapter import RequestAdapter
-from engines.upstream import SglangUpstream
+from engines.upstream import SglangUpstream, TransferFailed
 from operators.prefill import PrefillError
 from pipeline import Context, InvalidArgument, PenstockError
-from pipeline.errors import BackendUnknown, CannotConnect, Disconnected
+from pipeline.errors import CannotConnect, Disconnected
 from pipeline.protocols import PreprocessedRequest, RoutingHints, SamplingOptions, StopConditions
 from tests.engines.upstream.handover_worlds import Halves, answer_of, halves, is_cancelled
 from tests.engines.upstream.sglang_worlds import FakeSglang, Rooms, fake_sglang, started_sglang
@@ -183,7 +183,7 @@ async def test_a_request_without_a_place_to_meet_is_refused() -> None:
     ("fault", "error"),
     [
         (event({"error": {"message": "no", "code": 400}}), InvalidArgument),
-        (aborted(500), BackendUnknown),
+        (aborted(500), TransferFailed),
         (cut, Disconnected),
     ],
 )
@@ -216,7 +216,7 @@ def _chain(error: BaseException) -> list[BaseException]:
     [
         (event({"error": {"message": "no", "code": 400}}), InvalidArgument),
         (event({"error": {"message": "full", "code": 503}}), PenstockError),
-        (aborted(500), BackendUnknown),
+        (aborted(500), TransferFailed),
         (cut, Disconnected),
     ],
 )
@@ -257,6 +257,23 @@ async def _killed_in_mid_answer(prefill: FakeSglang, one: FakeSglang, two: FakeS
             assert tokens_of(await answer_of(graph.graph, prompt(40))) == continued(PROMPT, 40)
         assert prefill.begun == 2
         await anyio.sleep(5)
+
+
+async def test_halves_that_do_not_come_together_start_again_at_once_with_another_decode() -> None:
+    rooms: Rooms = {}
+    async with (
+        fake_sglang(mode="prefill", rooms=rooms) as prefill,
+        fake_sglang(mode="decode", rooms={}, faults={0: aborted(500)}, transfer_timeout_s=0.1) as broken,
+        fake_sglang(mode="decode", rooms=rooms) as good,
+        halves([engine_of(prefill, 1)], [engine_of(broken, 2), engine_of(good, 3)], migrations=3) as graph,
+    ):
+        began_s = anyio.current_time()
+        for _ in range(4):
+            assert tokens_of(await answer_of(graph.graph, prompt(5))) == continued(PROMPT, 5)
+        await anyio.sleep(0.5)
+        assert broken.begun > 0
+        assert (len(prefill.running), len(broken.running), len(good.running)) == (0, 0, 0)
+        assert anyio.current_time() - began_s < 5
 
 
 # -- stop and kill

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
-from attrs import define
+from attrs import define, evolve
 
 from engines import run_conformance
-from engines.upstream import KvConnector, MooncakePush, VllmDecode, VllmPrefill, kv_connector
+from engines.upstream import KvConnector, MooncakePush, TransferFailed, VllmDecode, VllmPrefill, kv_connector
 from operators.prefill import PrefillError
 from pipeline import Cancelled, Context, InvalidArgument, PenstockError, WorkerOverloaded
-from pipeline.errors import CannotConnect, Disconnected, InvalidMessage
+from pipeline.errors import BackendUnknown, CannotConnect, Disconnected, InvalidMessage, blames_worker, may_migrate
 from pipeline.protocols import OutputOptions, PrefillResult, PreprocessedRequest, SamplingOptions, StopConditions
 from tests.engines.upstream.handover_worlds import (
     Blocks,
@@ -282,6 +284,37 @@ async def _killed_in_mid_prefill(
         await anyio.sleep(5)
 
 
+async def test_blocks_that_do_not_come_are_an_error_after_which_another_decode_may_go_on() -> None:
+    error = {"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}}
+
+    async def failed(line: Any) -> None:
+        await line.event(error)
+
+    blocks, connector = Blocks(), kv_connector("nixl")
+    prefill, broken, good = (FakeHalf(None, blocks=blocks) for _ in range(3))
+    async with servers(prefill, broken, good):
+        first = VllmPrefill(URL, connector=connector, transport=prefill.transport)
+        then = [
+            VllmDecode(f"http://gpu-{number}:8000", connector=connector, transport=one.transport)
+            for number, one in enumerate((broken, good), 2)
+        ]
+        async with halves([first], [*then], migrations=3) as graph:
+            broken.faults = {0: failed}
+            for _ in range(2):
+                assert tokens_of(await answer_of(graph.graph, prompt(5))) == continued(PROMPT, 5)
+        assert len(bodies(broken)) == len(bodies(prefill)) - 2 > 0
+
+
+async def test_a_failure_behind_the_first_token_is_no_failed_transfer() -> None:
+    async def failed(line: Any) -> None:
+        await line.event({"error": {"message": "Internal server error", "code": 500}})
+
+    async with world() as halved:
+        halved.decode.faults = {2: failed}
+        with pytest.raises(BackendUnknown):
+            await answer_of(halved.graph, prompt(5))
+
+
 # -- stop, kill, close
 
 
@@ -389,6 +422,67 @@ async def test_an_offer_is_forgotten_by_the_end_of_its_answer() -> None:
     async with world(connector) as halved:
         await answer_of(halved.graph, prompt(5))
         assert len(connector.leases) == 0
+
+
+# -- what real servers have answered
+
+
+RECORD = json.loads((Path(__file__).with_name("recorded") / "vllm_nixl.json").read_text(encoding="utf-8"))
+
+
+class Recorded(FakeHalf):
+    """Answers prompts as vLLM 0.32 has answered."""
+
+    name = ""
+
+    async def _tokens(self, line: Any, asked: Any) -> None:
+        if asked.prompt == [0]:
+            await super()._tokens(line, asked)
+            return
+        (answer,) = (one["answer"] for one in RECORD["exchanges"] if one["name"] == self.name)
+        if "json" in answer:
+            await line.whole(answer["status"], answer["json"])
+            return
+        await line.begin()
+        for event in answer["events"]:
+            await line.event(event)
+        await line.end()
+
+
+async def test_recorded_servers_hand_over_with_every_key_that_prefill_has_sent() -> None:
+    prefill, decode = Recorded(None), Recorded(None)
+    prefill.name, decode.name = "prefill", "decode"
+    async with servers(prefill, decode):
+        connector = kv_connector("nixl")
+        first = VllmPrefill(URL, connector=connector, transport=prefill.transport)
+        then = VllmDecode("http://gpu-2:8000", connector=connector, transport=decode.transport)
+        async with halves([first], [then]) as graph:
+            found = await answer_of(graph.graph, recorded_prompt(5))
+    exchanges = {one["name"]: one for one in RECORD["exchanges"]}
+    sent = bodies(decode)[0]["kv_transfer_params"]
+    assert sent == exchanges["prefill"]["answer"]["json"]["kv_transfer_params"]
+    assert len(tokens_of(found)) == 5
+    assert found[-1].completion_usage is not None
+    assert found[-1].completion_usage.prompt_tokens == 300
+
+
+async def test_a_recorded_decode_without_its_prefill_server_is_a_failed_transfer() -> None:
+    decode = Recorded(None)
+    decode.name = "decode without its prefill server"
+    async with servers(decode):
+        engine = VllmDecode(URL, transport=decode.transport)
+        await engine.start(1)
+        params = {"kv_transfer_params": RECORD["exchanges"][0]["answer"]["json"]["kv_transfer_params"]}
+        with pytest.raises(TransferFailed) as failed:
+            await outputs(engine, evolve(recorded_prompt(5), prefill_result=PrefillResult(params)))
+        await engine.cleanup()
+    assert may_migrate(failed.value)
+    assert not blames_worker(failed.value)
+
+
+def recorded_prompt(tokens: int) -> PreprocessedRequest:
+    stop = StopConditions(max_tokens=tokens, ignore_eos=True)
+    return PreprocessedRequest([*range(300, 600)], model="tiny", stop_conditions=stop)
 
 
 # -- the contract
