@@ -33,6 +33,7 @@ with brought_by("upstream", by=__name__):
     from .upstream import Upstream
     from .vllm import VllmUpstream
     from .vllm_disaggregated import VllmDecode, VllmPrefill
+    from .vllm_text import VllmText
 
 __all__ = [
     "CONNECTORS",
@@ -55,6 +56,7 @@ __all__ = [
     "Upstream",
     "VllmDecode",
     "VllmPrefill",
+    "VllmText",
     "VllmUpstream",
     "kv_connector",
 ]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +28,13 @@ from pipeline.network import EndpointId, Runtime
 
 from .config import GraphConfig, HostOptions
 from .routing import Routing, prefill_stage, routing_to
+from .server_prompts import ServerPrompts, ServerTokenizer
 from .stages import line, token_line
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
-    from engines.upstream import ServerFacts
+    from engines.upstream import ServerFacts, VllmText
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +50,8 @@ class ModelPool:
     ) -> None:
         self.model, self.names, self.config = model, names, config
         self.block_size_tokens = facts.block_size_tokens
+        self.text_servers: list[VllmText] = []
+        """The servers that are there now, if it is they that have the tokenizer."""
         self.is_open = anyio.Event()
         """Set once requests for the model are taken, or never will be: see `failure`."""
         self.has_prefill_stage = anyio.Event()
@@ -65,6 +69,18 @@ class ModelPool:
             sizes = f"{facts.block_size_tokens} tokens, others of {self.model.name} have {self.block_size_tokens}"
             _log.warning(f"{url} has KV blocks of {sizes}: its cache is not seen")
         (self._has_prefill if mode is DisaggregationMode.PREFILL else self._has_worker).set()
+
+    @contextmanager
+    def joined(self, server: VllmText | None) -> Iterator[None]:
+        """Have this server tokenize prompts during the block."""
+        if server is None:
+            yield
+            return
+        self.text_servers.append(server)
+        try:
+            yield
+        finally:
+            self.text_servers.remove(server)
 
     async def settled(self) -> None:
         """Wait until the graph is open, with its prefill stage if a prefill server is there."""
@@ -106,9 +122,20 @@ class ModelPool:
     def _serve(self, routing: Routing, prefill: PrefillRouter | None) -> None:
         """Send requests to this graph from now on; those that run stay with the one that they began with."""
         hosting = self._pools.hosting
-        graph = line(self.model, routing, self.config, hosting, prefill)
+        graph = line(self.model, routing, self.config, hosting, prefill, self._prompts())
         self._pools.offer(self, graph, token_line(routing, self.config, hosting, prefill))
         self.is_open.set()
+
+    @property
+    def has_server_text(self) -> bool:
+        """Whether its servers have the tokenizer, and this machine has not."""
+        return isinstance(self.model.tokenizer, ServerTokenizer)
+
+    def _prompts(self) -> ServerPrompts | None:
+        if not self.has_server_text:
+            return None
+        limits, lenient = self.config.request_limits, self.config.ignore_unsupported
+        return ServerPrompts(lambda: self.text_servers, limits, ignore_unsupported=lenient)
 
 
 class ModelPools:
@@ -126,8 +153,13 @@ class ModelPools:
         self._owner: dict[str, ModelPool] = {}
         self._loading = anyio.Lock()
 
-    async def pool_of(self, facts: ServerFacts, *, may_prefill: bool) -> ModelPool:
-        """Return the pool of a server's model, made at the first one of it.
+    def needs_server_text(self, facts: ServerFacts) -> bool:
+        """Return whether the tokenizer of a server's model is only there."""
+        pool = self.pools.get(self._config.model_name or facts.model)
+        return folder_of(facts, self._config) is None if pool is None else pool.has_server_text
+
+    async def pool_of(self, facts: ServerFacts, *, may_prefill: bool, has_text: bool) -> ModelPool:
+        """Return the pool of a server's model, made at the first one of it; `has_text`: whether its engine gives text.
 
         Beside prefill servers a pool whose others cannot prefill is as with `enforce_disagg`.
         Raise InvalidArgument if the model's tokenizer is nowhere on this machine, or cannot be read.
@@ -135,22 +167,27 @@ class ModelPools:
         name = self._config.model_name or facts.model
         async with self._loading:  # two servers of one model may be found at the same time
             if (pool := self.pools.get(name)) is None:
-                pool = self.pools[name] = await self._made(name, facts, may_prefill)
+                pool = self.pools[name] = await self._made(name, facts, may_prefill, has_text)
                 self._tasks.start_soon(pool.run)
         return pool
 
-    async def _made(self, name: str, facts: ServerFacts, may_prefill: bool) -> ModelPool:
+    async def _made(self, name: str, facts: ServerFacts, may_prefill: bool, has_text: bool) -> ModelPool:
+        if (folder := folder_of(facts, self._config)) is None and not has_text:
+            raise _no_tokenizer(facts)
         settings = self._config.worker
         enforce = self._config.has_prefill_pool and not may_prefill
         config = evolve(
             self._config,
-            model_path=folder_of(facts, self._config),
+            model_path=folder,
             model_name=name,
             enforce_disagg=self._config.enforce_disagg or enforce,
             worker=evolve(settings, namespace=f"{settings.namespace}-{slug(name)}"),
         )
-        with time_held():
-            model = await to_thread.run_sync(config.load_model, abandon_on_cancel=True)
+        if folder is None:
+            model = Model(name, ServerTokenizer(), checks_token_ids=False)
+        else:
+            with time_held():
+                model = await to_thread.run_sync(config.load_model, abandon_on_cancel=True)
         lengths = [each for each in (model.context_length, facts.context_length) if each is not None]
         model = evolve(model, context_length=min(lengths, default=None))
         names = (name,) if self._config.model_name else (name, *facts.aliases)
@@ -175,19 +212,19 @@ class ModelPools:
             del self._owner[name]
 
 
-def folder_of(facts: ServerFacts, config: GraphConfig) -> Path:
-    """Return the folder of a server's model: as configured, or where the server has it, if this machine has it too.
-
-    Raise InvalidArgument if there is none.
-    """
+def folder_of(facts: ServerFacts, config: GraphConfig) -> Path | None:
+    """Return the folder of a server's model: as configured, or where the server has it, if this machine has it too."""
     given = None if config.upstream is None else config.upstream.model_paths.get(facts.model)
     if (folder := given or config.model_path) is not None:
         return folder
-    if facts.root is not None and (root := Path(facts.root)).is_absolute() and root.is_dir():
-        return root
+    root = None if facts.root is None else Path(facts.root)
+    return root if root is not None and root.is_absolute() and root.is_dir() else None
+
+
+def _no_tokenizer(facts: ServerFacts) -> InvalidArgument:
     where = "shows no folder" if facts.root is None else f"has it from {facts.root!r}, which is no folder here"
     text = f"the tokenizer of {facts.model!r} is not on this machine: its server {where}"
-    raise InvalidArgument(text, field="model_path")
+    return InvalidArgument(text, field="model_path")
 
 
 def slug(name: str) -> str:

@@ -5,18 +5,20 @@ Rejection >> Preprocess >> Migration >> Detokenize >> PrefillRouter >> KvPushRou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter, time_ns
 from typing import Any
 
 from operators import Detokenize, Migration, Model, PrefillRouter, Preprocess
 from operators.migration import MigrationMetrics
-from pipeline import Annotated, AsyncEngine, Segment, link
+from pipeline import Annotated, AsyncEngine, Segment, Stage, link
 from pipeline.protocols import BackendOutput, LLMEngineOutput, PreprocessedRequest
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 from pipeline.telemetry import traced
 
 from .config import METRICS_PREFIX, GraphConfig, HostOptions
 from .routing import Routing
+from .server_prompts import ServerPrompts
 
 StandardGraph = Segment[ChatCompletionRequest | CompletionRequest, Annotated[BackendOutput]]
 """OpenAI requests in, detokenized items out."""
@@ -30,7 +32,12 @@ def wall_ms() -> int:
 
 
 def line(
-    model: Model, routing: Routing, config: GraphConfig, hosting: HostOptions, prefill: PrefillRouter | None = None
+    model: Model,
+    routing: Routing,
+    config: GraphConfig,
+    hosting: HostOptions,
+    prefill: PrefillRouter | None = None,
+    prompts: ServerPrompts | None = None,
 ) -> StandardGraph:
     """Return the stages in order; with a tracer each one that takes time has a span."""
     preprocess = Preprocess(
@@ -41,7 +48,8 @@ def line(
         wall_ms=wall_ms,
         perf_s=perf_counter,
     )
-    graph: StandardGraph = _linked(routing, config, hosting, prefill, preprocess, Detokenize(model))
+    text = [one for one in (prompts, preprocess) if one is not None]
+    graph: StandardGraph = _linked(routing, config, hosting, prefill, text, Detokenize(model))
     return graph if hosting.tracer is None else traced(graph, tracer=hosting.tracer)
 
 
@@ -57,7 +65,7 @@ def _linked(
     config: GraphConfig,
     hosting: HostOptions,
     prefill: PrefillRouter | None,
-    preprocess: Preprocess | None = None,
+    text: Sequence[Stage] = (),
     detokenize: Detokenize | None = None,
 ) -> Segment[Any, Any]:
     """Return the stages that there are; without those of text, the graph of requests in tokens."""
@@ -70,5 +78,5 @@ def _linked(
             metrics=None if meter is None else MigrationMetrics(meter, prefix=METRICS_PREFIX.of(hosting.environment)),
             tracer=hosting.tracer,
         )
-    stages = (routing.rejection, preprocess, migration, detokenize, prefill, routing.router)
+    stages = (routing.rejection, *text, migration, detokenize, prefill, routing.router)
     return link(*(stage for stage in stages if stage is not None))

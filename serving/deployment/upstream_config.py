@@ -15,7 +15,7 @@ from pipeline.settings import one_of, setting
 from pipeline.wire import from_json
 
 if TYPE_CHECKING:
-    from engines.upstream import Client, KvConnector, Transport, Upstream
+    from engines.upstream import Client, KvConnector, Transport, Upstream, VllmText
 
 UpstreamKind = Literal["auto", "vllm", "sglang"]
 KvConnectorName = Literal["nixl", "mooncake", "lmcache"]
@@ -74,6 +74,21 @@ class UpstreamConfig:
         from engines.upstream import SglangUpstream
 
         return not isinstance(engine, SglangUpstream)
+
+    def text_engine(self, engine: Upstream, url: str, transport: Transport | None = None) -> VllmText | None:
+        """Return another engine of the same server that gives texts too; None if there is none for its kind."""
+        from engines.upstream import VllmText, VllmUpstream
+
+        if type(engine) is not VllmUpstream:
+            return None
+        return VllmText(url, api_key=self.api_key, transport=transport)
+
+    @staticmethod
+    def text_of(engine: Upstream) -> VllmText | None:
+        """Return the engine if it gives texts."""
+        from engines.upstream import VllmText
+
+        return engine if isinstance(engine, VllmText) else None
 
     def servers(self) -> list[tuple[str, DisaggregationMode]]:
         """Return the servers with what each one does, those that prefill first."""

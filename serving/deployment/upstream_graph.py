@@ -28,7 +28,7 @@ from .stages import StandardGraph, TokenGraph
 from .supervisor import Retry, Supervisor
 
 if TYPE_CHECKING:
-    from engines.upstream import Upstream
+    from engines.upstream import ServerFacts, Upstream
 
 OPEN_S = 5.0
 """How long the start waits for the graphs of models whose servers are there."""
@@ -147,20 +147,35 @@ class Servers:
     @asynccontextmanager
     async def _serving(self, url: str, mode: DisaggregationMode) -> AsyncIterator[Worker]:
         """Give a worker of the server in service. Raise what the server's discovery raises."""
-        engine = await self._upstream.engine(url, mode, self._connector, self._hosting.transports.get(url))
+        engine, facts = await self._found(url, mode)
         try:
-            facts = await engine.discover()
-            self._upstream.check_mode(engine, url, mode)
-            pool = await self._pools.pool_of(facts, may_prefill=self._upstream.may_prefill(engine))
+            text, may_prefill = self._upstream.text_of(engine), self._upstream.may_prefill(engine)
+            pool = await self._pools.pool_of(facts, may_prefill=may_prefill, has_text=text is not None)
         except BaseException:
-            with anyio.CancelScope(shield=True):
-                await engine.cleanup()
+            await _ended(engine)
             raise
         async with self._worker(engine, pool, mode) as worker:
             if engine.known.model != facts.model:
                 raise EngineShutdown(f"{url} was started again with another model")
-            pool.add(url, engine.known, mode)
-            yield worker
+            with pool.joined(text):
+                pool.add(url, engine.known, mode)
+                yield worker
+
+    async def _found(self, url: str, mode: DisaggregationMode) -> tuple[Upstream, ServerFacts]:
+        """Return the engine of a server that is there, and its facts. Raise what its discovery raises."""
+        upstream, transport = self._upstream, self._hosting.transports.get(url)
+        engine = await upstream.engine(url, mode, self._connector, transport)
+        try:
+            facts = await engine.discover()
+            upstream.check_mode(engine, url, mode)
+            if self._pools.needs_server_text(facts) and (other := upstream.text_engine(engine, url, transport)):
+                await engine.cleanup()
+                engine = other
+                facts = await engine.discover()
+        except BaseException:
+            await _ended(engine)
+            raise
+        return engine, facts
 
     def _worker(self, engine: Upstream, pool: ModelPool, mode: DisaggregationMode) -> Worker:
         hosting = self._hosting
@@ -175,3 +190,9 @@ class Servers:
             kv_event_log=event_log if pool.config.needs_event_logs else None,
             tracer=hosting.tracer,
         )
+
+
+async def _ended(engine: Upstream) -> None:
+    """Close an engine that no worker has."""
+    with anyio.CancelScope(shield=True):
+        await engine.cleanup()

@@ -1,0 +1,117 @@
+"""VllmText: tokens of prompts and texts of answers come from the server, and what is neither is an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from attrs import define, field
+
+from engines.conformance import run_conformance
+from engines.upstream import VllmText
+from pipeline import InvalidArgument, PenstockError
+from pipeline.errors import InvalidMessage, StatusError
+from pipeline.protocols import OutputOptions, PreprocessedRequest
+from tests.engines.upstream.wire import Line, Received
+from tests.engines.upstream.worlds import URL, VOCABULARY, FakeVllm, continued, outputs, prompt, tokens_of
+
+RECORDED = Path(__file__).parent / "recorded" / "vllm.json"
+TOKENS = {"count": 2, "max_model_len": 4096, "tokens": [7, 8], "token_strs": None}
+
+
+@define(eq=False)
+class Tokenizing(FakeVllm):
+    """A vLLM whose tokenizer gives this for every prompt."""
+
+    tokenize_status: int = 200
+    tokenized: Any = field(factory=lambda: TOKENS)
+
+    async def answer(self, line: Line, received: Received) -> None:
+        if received.path == "/tokenize":
+            await line.whole(self.tokenize_status, self.tokenized)
+        else:
+            await super().answer(line, received)
+
+
+@asynccontextmanager
+async def started(**fields: Any) -> AsyncIterator[tuple[Tokenizing, VllmText]]:
+    async with anyio.create_task_group() as tasks:
+        server = Tokenizing(tasks, **fields)
+        engine = VllmText(URL, transport=server.transport)
+        try:
+            await engine.start(1)
+            yield server, engine
+        finally:
+            await engine.cleanup()
+        await anyio.sleep(1)
+        assert (server.open, server.running) == (0, {})
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("generates", [True, False])
+async def test_an_answer_has_the_ids_and_the_texts_of_the_server(generates: bool) -> None:
+    async with started(generates=generates) as (server, engine):
+        found = await outputs(engine, prompt(5))
+        assert tokens_of(found) == continued([5, 6, 7], 5)
+        assert "".join(one.text or "" for one in found) == "".join(f"<{token}>" for token in tokens_of(found))
+        assert not [one for one in server.requests("/inference/v1/generate") if one.json.get("stream")]
+
+
+async def test_log_probabilities_come_with_the_texts() -> None:
+    async with started() as (_, engine):
+        found = await outputs(engine, prompt(3, output_options=OutputOptions(logprobs=1)))
+        assert all(one.log_probs and one.text for one in found if one.token_ids)
+
+
+async def test_the_tokens_of_a_prompt_are_read_as_the_server_was_recorded() -> None:
+    exchanges = json.loads(RECORDED.read_text())["exchanges"]
+    (recorded,) = [one for one in exchanges if one["name"] == "tokenize"]
+    async with started(tokenized=recorded["answer"]["json"]) as (server, engine):
+        assert await engine.tokenized(recorded["body"]) == recorded["answer"]["json"]["tokens"]
+        assert server.requests("/tokenize")[-1].json == recorded["body"]
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "error"),
+    [
+        (200, {}, InvalidMessage),
+        (200, [1], InvalidMessage),
+        (200, {"tokens": "7"}, InvalidMessage),
+        (200, {"tokens": [7, -1]}, InvalidMessage),
+        (200, {"tokens": [7, True]}, InvalidMessage),
+        (400, {"error": {"message": "too long", "code": 400}}, InvalidArgument),
+        (401, {"error": {"message": "no key", "code": 401}}, StatusError),
+        (404, {"detail": "Not Found"}, InvalidArgument),
+    ],
+)
+async def test_what_are_no_tokens_is_a_typed_error(status: int, answer: Any, error: type[PenstockError]) -> None:
+    async with started() as (server, engine):
+        server.tokenize_status, server.tokenized = status, answer
+        with pytest.raises(error) as raised:
+            await engine.tokenized({"prompt": "a"})
+    assert type(raised.value) is error
+
+
+async def test_a_text_that_is_none_is_an_error() -> None:
+    async def garbled(line: Line) -> None:
+        await line.event({"id": "x", "choices": [{"index": 0, "token_ids": [1], "text": 7, "finish_reason": None}]})
+
+    async with started(faults={1: garbled}) as (_, engine):
+        with pytest.raises(InvalidMessage):
+            await outputs(engine, prompt(5))
+
+
+async def test_it_holds_the_contract_of_an_engine() -> None:
+    async with anyio.create_task_group() as tasks:
+        server = Tokenizing(tasks, token_s=0.001, keeps_alive=False)
+        await run_conformance(
+            lambda: VllmText(URL, transport=server.transport),
+            request=prompt(24),
+            bad_request=PreprocessedRequest([VOCABULARY]),
+        )
+        tasks.cancel_scope.cancel()
