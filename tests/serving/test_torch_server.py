@@ -100,9 +100,9 @@ def terminal() -> Iterator[tuple[int, list[bytes]]]:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("options", [[], ["--router", "kv"]])
+@pytest.mark.parametrize("options", [[], ["--router", "kv", "--prefill-workers", "1"]])
 def test_it_knows_the_capital_of_france(options: list[str]) -> None:
-    """The answer, a bar on the terminal meanwhile, and an end in order."""
+    """From one worker, and with a prompt that another one computes; a bar on the terminal before, an end in order."""
     serve = ["--engine", "torch", "--model", "smollm2", *options]
     variables = {"TERM": "xterm", "COLUMNS": "100"}
     with terminal() as (file, shown), program(*serve, stderr=file, variables=variables) as (process, address):

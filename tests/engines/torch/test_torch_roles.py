@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import anyio
 import pytest
+from anyio.streams.text import TextReceiveStream
 from attrs import evolve
 
 from engines import DisaggregationMode, as_engine, run_conformance
@@ -21,6 +25,7 @@ from .worlds import request_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("default")]
 
+ROOT = Path(__file__).parents[3]
 TIMES = HandoverTimes(lease_s=60)
 
 
@@ -83,6 +88,36 @@ async def test_fifty_answers_after_a_hand_over_equal_plain_decoding() -> None:
             assert not made.handover.failures
             assert len(made.handover) == 0
             assert made.batcher.pool.active == 0
+    assert [found[number] for number in range(50)] == [plain_answer(prompt, tokens) for prompt, tokens in cases]
+
+
+async def test_fifty_answers_to_prompts_of_another_process_equal_plain_decoding() -> None:
+    random = Random(15)
+    cases = [(random_prompt(random, 1, 120), random.randint(1, 20)) for _ in range(50)]
+    found: dict[int, list[int]] = {}
+    lines = "".join(f"{json.dumps([number, prompt])}\n" for number, (prompt, _) in enumerate(cases))
+    command = [sys.executable, "-m", "tests.engines.torch.prefill_process"]
+    decode = engine_of("decode")
+    async with (
+        await anyio.open_process(command, cwd=ROOT, stderr=None) as process,
+        as_engine(decode, mode=DisaggregationMode.DECODE) as answers,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        await process.stdin.send(lines.encode())
+        printed = TextReceiveStream(process.stdout)
+        text = ""
+        while len(found) < len(cases):
+            text += await printed.receive()
+            *whole, text = text.split("\n")
+            for number, params in map(json.loads, whole):
+                prompt, tokens = cases[number]
+                handed = evolve(request_of(prompt, max_tokens=tokens), prefill_result=PrefillResult(params))
+                found[number] = [token for chunk in await chunks_of(answers, handed) for token in chunk.token_ids]
+        await process.stdin.aclose()
+        assert await process.wait() == 0
+    assert isinstance(decode.handover, SocketHandover)
+    assert not decode.handover.failures
     assert [found[number] for number in range(50)] == [plain_answer(prompt, tokens) for prompt, tokens in cases]
 
 
