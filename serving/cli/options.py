@@ -203,7 +203,7 @@ class UpstreamOptions:
     prefill_upstream: tuple[str, ...] = setting(
         (), "URL of a server that computes prompts only; repeatable.", separator=",", metavar="URL"
     )
-    upstream_kind: Literal["auto", "vllm", "sglang"] = setting(
+    upstream_kind: Literal["auto", "vllm", "sglang", "openai"] = setting(
         "auto", "What the servers are; auto: what each one shows."
     )
     kv_connector: Literal["nixl", "mooncake", "lmcache"] = setting(

@@ -17,7 +17,7 @@ from pipeline.wire import from_json
 if TYPE_CHECKING:
     from engines.upstream import Client, KvConnector, Transport, Upstream, VllmText
 
-UpstreamKind = Literal["auto", "vllm", "sglang"]
+UpstreamKind = Literal["auto", "vllm", "sglang", "openai"]
 KvConnectorName = Literal["nixl", "mooncake", "lmcache"]
 
 FIND_S = 30.0
@@ -110,10 +110,10 @@ class UpstreamConfig:
     ) -> Upstream:
         """Return the engine of a server for its part of requests, not started; `transport` replaces the network.
 
-        Raise what the server's list of models raises if its kind is not given, and InvalidArgument for a server of a
-        kind that is not known.
+        Raise what the server's list of models raises if its kind is not given, and InvalidArgument for a server that is
+        neither vLLM nor SGLang beside prefill servers.
         """
-        from engines.upstream import SglangUpstream, VllmDecode, VllmPrefill, VllmUpstream
+        from engines.upstream import OpenAIUpstream, SglangUpstream, VllmDecode, VllmPrefill, VllmUpstream
 
         kind = await self._shown_kind(url, transport) if self.kind == "auto" else self.kind
         if kind == "vllm":
@@ -124,34 +124,40 @@ class UpstreamConfig:
             return VllmUpstream(url, api_key=self.api_key, transport=transport)
         if kind == "sglang":
             return SglangUpstream(url, api_key=self.api_key, transport=transport)
-        known = ", ".join(name for name in get_args(UpstreamKind) if name != "auto")
-        raise InvalidArgument(f"{url} is a server of {kind!r}, expected one of {known}", field="upstream_kind")
+        if mode is not DisaggregationMode.AGGREGATED:
+            field = "prefill_upstream" if mode is DisaggregationMode.PREFILL else "upstream"
+            raise InvalidArgument(f"{url} is no vLLM or SGLang server, and hands no KV blocks over", field=field)
+        return OpenAIUpstream(url, api_key=self.api_key, transport=transport)
 
     async def _shown_kind(self, url: str, transport: Transport | None) -> str:
-        """Return what owns the models of a server, by its list of them."""
+        """Return the kind of a server by the owners in its list of models."""
         from engines.upstream import Address, Client
 
         client = Client(Address.parse(url), FIND_S, transport)
         try:
-            return await _owner(client, self.api_key)
+            owner = await _owner(client, self.api_key)
         finally:
             await client.aclose()
+        return owner if owner in ("vllm", "sglang") else "openai"
 
 
 async def _owner(client: Client, api_key: str | None) -> str:
     from engines.upstream import Exchange, of_status
 
     headers = {"accept": "application/json"} | ({} if api_key is None else {"authorization": f"Bearer {api_key}"})
+    """Return what owns the models of a server; empty if it lists none."""
     async with Exchange(client, Control()) as exchange:
         status = await exchange.send("GET", "/v1/models", headers)
         body = await exchange.body()
         await exchange.finish()
+    if status in (404, 405, 501):
+        return ""
     if status != 200:
         raise of_status(status, body)
     try:
         models: list[Any] = from_json(body, dict[str, Any])["data"]
-        owners = [str(one["owned_by"]) for one in models]
-    except (InvalidArgument, KeyError, TypeError) as error:
+        owners = [str(one.get("owned_by")) for one in models]
+    except (InvalidArgument, KeyError, TypeError, AttributeError) as error:
         raise InvalidMessage(f"{client.address}/v1/models is no list of models", cause=error) from error
     if not owners:
         raise Unavailable(f"{client.address} has no model now")

@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
+from engines.upstream import OpenAIUpstream
 from operators import ModelNotFound
 from operators.kv import KvRouterConfig
 from pipeline import Context, InvalidArgument, Unavailable
@@ -119,14 +120,31 @@ async def test_a_model_without_a_tokenizer_on_this_machine_is_left_out(
     assert "is left out" in caplog.text
 
 
-async def test_a_server_of_an_unknown_kind_is_left_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_any_other_server_is_used_by_its_openai_api(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     models = FakeVllm._models
     monkeypatch.setattr(FakeVllm, "_models", lambda self: [one | {"owned_by": "x"} for one in models(self)])
-    site.server(ONE)
-    async with site.graph() as opened:
-        (supervisor,) = opened.supervisors
-        assert isinstance(supervisor.problem, InvalidArgument)
-        assert supervisor.problem.field == "upstream_kind"
+    server = site.server(ONE)
+    async with site.graph(router="kv") as opened:
+        assert await tokens(opened, request()) == continued([5, 6, 7], 5)
+        (worker,) = opened.workers
+        assert isinstance(worker.engine, OpenAIUpstream)
+        assert generated(server) == 0
+        assert [one.json["prompt"] for one in server.requests("/v1/completions") if one.json["stream"]] == [[5, 6, 7]]
+        assert worker.card is not None
+        assert worker.card.runtime_config.kv_event_publishing_enabled is False
+
+
+@pytest.mark.parametrize("kind", ["auto", "openai"])
+async def test_any_other_server_has_no_half_of_a_request(
+    site: Site, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = FakeVllm._models
+    monkeypatch.setattr(FakeVllm, "_models", lambda self: [one | {"owned_by": "x"} for one in models(self)])
+    for url in (ONE, TWO):
+        site.server(url)
+    async with site.graph(prefill=(ONE,), servers={"kind": kind}) as opened:
+        problems = [one.problem for one in (*opened.supervisors, *opened.prefill_supervisors)]
+        assert [getattr(one, "field", None) for one in problems] == ["upstream", "prefill_upstream"]
 
 
 # -- what is down

@@ -63,7 +63,7 @@ def test_options_that_cannot_be_are_refused_by_name(given: dict[str, Any], field
         (["--upstream", ONE, "--engine", "mocker"], "--engine: does not go with upstream servers"),
         (["--upstream", ONE, "--workers", "3"], "--workers: does not go with upstream servers"),
         (["--upstream", ONE, "--enforce-disagg"], "--enforce-disagg: there are no prefill workers to insist on"),
-        (["--upstream-kind", "tgi"], "--upstream-kind: must be one of auto, vllm, sglang"),
+        (["--upstream-kind", "tgi"], "--upstream-kind: must be one of auto, vllm, sglang, openai"),
         (["--kv-lease-s", "5"], "--kv-lease-s: goes with --upstream"),
     ],
 )
