@@ -18,7 +18,8 @@ from engines import DisaggregationMode, Worker
 from pipeline import PenstockError, link
 from pipeline.errors import EngineShutdown
 from pipeline.network import Runtime
-from pipeline.telemetry import merged
+from pipeline.protocols import worker_label
+from pipeline.telemetry import merged, with_labels
 
 from .config import GraphConfig, HostOptions
 from .graphs import OpenGraph, hosted_graph
@@ -65,8 +66,10 @@ class UpstreamGraph:
         await anyio.sleep_forever()
 
     def native_metrics(self) -> str:
-        """Return the engines' own metrics as Prometheus text, each family once."""
-        return merged(worker.native_metrics() for worker in (*self.workers, *self.prefill_workers))
+        """Return which servers are there, and the engines' own metrics, as Prometheus text, each family once."""
+        texts = [worker.native_metrics() for worker in (*self.workers, *self.prefill_workers)]
+        roles = [("answer", self.supervisors), ("prefill", self.prefill_supervisors)]
+        return merged([_ABOUT_UP, *(_up(one, role) for role, those in roles for one in those), *texts])
 
     async def finish(self, within_s: float) -> None:
         """Accept no new requests, and wait for those that run."""
@@ -76,6 +79,18 @@ class UpstreamGraph:
         with anyio.move_on_after(within_s):
             for one in served:
                 await one.drained()
+
+
+_UP = "dynamo_frontend_upstream_up"
+_ABOUT_UP = f"# HELP {_UP} Whether a server behind the graph is in service\n# TYPE {_UP} gauge\n"
+
+
+def _up(supervisor: Supervisor, role: str) -> str:
+    """Return the sample of one server."""
+    worker = supervisor.worker
+    worker_id = "" if worker is None else worker_label(worker.worker_id)
+    labels = {"upstream": supervisor.name, "role": role, "worker_id": worker_id}
+    return with_labels(f"{_UP} {worker is not None:d}\n", labels)
 
 
 @asynccontextmanager

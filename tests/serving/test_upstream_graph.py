@@ -240,6 +240,17 @@ async def test_a_server_with_another_model_after_its_restart_joins_that_model(si
             await tokens(opened, request(model="tiny"))
 
 
+async def test_the_metrics_show_which_servers_are_there(site: Site) -> None:
+    site.server(ONE)
+    site.server(TWO).kill()
+    async with site.graph() as opened:
+        text = opened.native_metrics()
+        (worker,) = opened.workers
+        assert f'upstream_up{{upstream="{ONE}",role="answer",worker_id="{worker.worker_id:x}"}} 1' in text
+        assert f'upstream_up{{upstream="{TWO}",role="answer",worker_id=""}} 0' in text
+        assert text.count("# TYPE dynamo_frontend_upstream_up gauge") == 1
+
+
 # -- routers, ends
 
 
