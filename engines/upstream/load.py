@@ -22,7 +22,7 @@ from typing import Any
 import anyio
 
 from pipeline import Control, InvalidArgument, PenstockError
-from pipeline.errors import InvalidMessage, ResponseTimeout
+from pipeline.errors import EngineShutdown, InvalidMessage, ResponseTimeout
 from pipeline.llm.kv_events import EventSockets, Link
 from pipeline.wire import from_msgpack
 
@@ -57,7 +57,13 @@ class VllmLoad:
         self._counted: dict[int, tuple[float, float]] = {}
 
     def read(self, text: str) -> dict[int, ComponentSnapshot]:
-        """Return the load of each rank in the page. A rank without its usage, or of unknown size, is left out."""
+        """Return the load of each rank in the page. A rank without its usage, or of unknown size, is left out.
+
+        Raise EngineShutdown for the page of a server that was started again. Behind a proxy no connection shows it.
+        """
+        started = next(samples(text, "process_start_time_seconds"), None)
+        if started is not None and self._facts.incarnation not in (None, str(started.value)):
+            raise EngineShutdown("the server was started again")
         found: dict[str, dict[int, float]] = {_USAGE: {}, _QUERIES: {}, _HITS: {}}
         for one in samples(text, *found):
             if (rank := one.labels.get("engine", "0")).isdigit():
@@ -139,8 +145,8 @@ class LoadFeed:
     async def run(self, client: Client, headers: Mapping[str, str], every_s: float) -> None:
         """Publish until cancelled: what the sockets send, as it comes, or a page of metrics every `every_s`.
 
-        A page that cannot be had is left out, and so is a message that is none. Raise InvalidArgument without pyzmq
-        and for an endpoint that is none.
+        A page that cannot be had is left out, and so is a message that is none. Raise EngineShutdown if a page shows
+        that the server was started again, InvalidArgument without pyzmq and for an endpoint that is none.
         """
         await self._is_ready.wait()
         async with anyio.create_task_group() as tasks:
@@ -149,6 +155,8 @@ class LoadFeed:
             while not self._facts.load_sources and self._read is not None:
                 try:
                     self._publish(self._read(await _fetched(client, headers)))
+                except EngineShutdown:
+                    raise
                 except PenstockError as error:
                     self._note(f"the metrics of {client.address} are not there: {error}")
                 await anyio.sleep(every_s)

@@ -19,7 +19,7 @@ from engines.upstream.client import Address, Client
 from engines.upstream.load import LoadFeed, VllmLoad, load_stat
 from operators.pool import BusyWatch, WorkerLoads, cards_of, load_reports
 from pipeline import InvalidArgument
-from pipeline.errors import InvalidMessage
+from pipeline.errors import EngineShutdown, InvalidMessage
 from pipeline.network import Runtime
 from pipeline.protocols import LLMEngineOutput
 from pipeline.protocols.kv import ActiveLoad
@@ -108,6 +108,17 @@ async def test_a_server_that_fills_up_is_busy_until_it_is_not() -> None:
                 server.kv_usage = 0.5
                 await anyio.sleep(1.5)
                 assert watch.busy() == frozenset()
+
+
+async def test_a_restart_that_no_connection_shows_is_noticed_by_the_metrics() -> None:
+    async with fake_vllm(kv_usage=0.25) as server, Runtime.in_process() as runtime:
+        engine = VllmUpstream(URL, transport=server.transport)
+        async with Worker(engine, runtime=runtime, worker_id=7, environment={}, times=TIMES) as worker:
+            await anyio.sleep(2.5)
+            assert worker.failure is None
+            server.started_s += 100.0
+            await anyio.sleep(1.5)
+            assert isinstance(worker.failure, EngineShutdown)
 
 
 async def test_a_page_that_cannot_be_had_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
