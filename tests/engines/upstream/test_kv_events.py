@@ -19,7 +19,7 @@ from pipeline.protocols import PreprocessedRequest, StopConditions
 from pipeline.protocols.kv import KV_EVENTS_TOPIC, KvCleared, KvEventData, KvRemoved, KvStored, RouterEvent, StorageTier
 from pipeline.testing import virtual_time
 from pipeline.wire import to_msgpack
-from tests.engines.upstream.worlds import URL, FakeVllm
+from tests.engines.upstream.worlds import URL, FakeVllm, fake_vllm
 from tests.engines.worker.worlds import collect
 from tests.pipeline.llm.kv_events.kv_source import BLOCK_TOKENS, FakeKvSource, change, removed, stored
 
@@ -208,6 +208,21 @@ async def test_a_rank_that_answers_and_publishes_nothing_is_warned_of_once(caplo
     (record,) = caplog.records
     assert made.is_silent
     assert "rank 3 answers prompts, but no KV event has come from tcp://gpu-1:5557" in record.getMessage()
+
+
+async def test_a_server_that_answers_and_publishes_nothing_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    pages = {"0": {"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": None, "topic": ""}}
+    async with (
+        fake_vllm(event_sources=pages, block_size_tokens=BLOCK_TOKENS) as server,
+        Runtime.in_process() as runtime,
+        Worker(VllmUpstream(URL, transport=server.transport), runtime=runtime, environment={}, times=TIMES) as worker,
+    ):
+        request = PreprocessedRequest([1] * BLOCK_TOKENS, stop_conditions=StopConditions(max_tokens=1))
+        for _ in range(5):
+            await collect(worker, Context(request))
+            await anyio.sleep(10.0)
+        assert re.search(r'penstock_kv_events_silent{dp_rank="0".*} 1\n', worker.native_metrics())
+    assert [r.getMessage() for r in caplog.records if "no KV event has come from tcp://127.0.0.1:1" in r.getMessage()]
 
 
 async def test_prompts_that_fill_no_block_are_no_sign(caplog: pytest.LogCaptureFixture) -> None:
