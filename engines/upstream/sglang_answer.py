@@ -10,7 +10,7 @@ Source: sglang/srt/managers/tokenizer_manager.py, TokenizerManager._handle_batch
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pipeline import InvalidArgument, PenstockError
@@ -19,8 +19,9 @@ from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, P
 from pipeline.wire import SSEDecoder, SSEMessage, plain_from_json
 
 from .errors import TransferFailed, excerpt, of_frame
-from .token_answer import MAX_EVENT_BYTES, U32_MAX
+from .token_answer import MAX_EVENT_BYTES, U32_MAX, then_raised, whole_events
 
+_DONE = b"[DONE]"
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -46,7 +47,7 @@ class SglangAnswer:
         is_half: bool = False,
     ) -> None:
         self._events = SSEDecoder()
-        self._pending_bytes = 0
+        self._pending_bytes, self._is_between = 0, True
         self._choices, self._prompt_tokens = choices, prompt_tokens
         self._is_incremental, self._handed_over, self._is_half = is_incremental, handed_over, is_half
         self._seen, self._newest = [0] * choices, [-1] * choices
@@ -67,23 +68,35 @@ class SglangAnswer:
         usage.prompt_tokens_details = self._details
         return usage
 
-    def feed(self, data: bytes) -> list[LLMEngineOutput]:
-        """Return the chunks that these bytes complete."""
-        messages = self._events.feed(data)
-        self._pending_bytes = 0 if messages else self._pending_bytes + len(data)
-        if self._pending_bytes > MAX_EVENT_BYTES:
-            raise InvalidMessage(f"the server sent more than {MAX_EVENT_BYTES} bytes without the end of an event")
-        return self._take(messages)
+    def feed(self, data: bytes) -> Iterable[LLMEngineOutput]:
+        """Return the chunks that these bytes complete; an error among them is raised behind those before it.
 
-    def end(self, *, whole: bool) -> list[LLMEngineOutput]:
+        Nearly always these are whole events of one line each, which are read without a decoder.
+        """
+        outputs: list[LLMEngineOutput] = []
+        try:
+            if self._is_between and (lines := whole_events(data)):
+                for line in lines:
+                    self._read(line, outputs)
+            else:
+                self._decode(data, outputs)
+        except PenstockError as error:
+            return then_raised(outputs, error)
+        return outputs
+
+    def end(self, *, whole: bool) -> Iterable[LLMEngineOutput]:
         """Return the chunks that the end of the body completes. `whole`: whether it ended as HTTP announced.
 
         Raise StreamIncomplete unless every choice has ended, Disconnected if the connection broke.
         """
-        outputs = self._take(self._events.finish())
-        if self.is_done:
-            return outputs
-        raise self._without_end(StreamIncomplete if whole else Disconnected)
+        outputs: list[LLMEngineOutput] = []
+        try:
+            self._take(self._events.finish(), outputs)
+            if not self.is_done:
+                raise self._without_end(StreamIncomplete if whole else Disconnected)
+        except PenstockError as error:
+            return then_raised(outputs, error)
+        return outputs
 
     def cancelled(self) -> LLMEngineOutput:
         """Return the chunk that ends an answer which was stopped here."""
@@ -92,17 +105,28 @@ class SglangAnswer:
     def _without_end(self, kind: type[PenstockError]) -> PenstockError:
         return kind(f"the answer ended after {self.tokens} tokens without a finish reason")
 
-    def _take(self, messages: list[SSEMessage]) -> list[LLMEngineOutput]:
-        outputs: list[LLMEngineOutput] = []
-        for message in messages:
-            if message.data is not None and not self.is_done:
-                self._read(message.data, outputs)
+    def _decode(self, data: bytes, outputs: list[LLMEngineOutput]) -> None:
+        """Append the chunks of bytes that are cut anywhere."""
+        self._is_between = data.endswith(b"\n\n")
+        messages = self._events.feed(data)
+        self._pending_bytes = 0 if messages else self._pending_bytes + len(data)
+        if self._pending_bytes > MAX_EVENT_BYTES:
+            raise InvalidMessage(f"the server sent more than {MAX_EVENT_BYTES} bytes without the end of an event")
+        self._take(messages, outputs)
         if self._events.is_done and not self.is_done:
             raise self._without_end(StreamIncomplete)
-        return outputs
 
-    def _read(self, data: str, outputs: list[LLMEngineOutput]) -> None:
+    def _take(self, messages: list[SSEMessage], outputs: list[LLMEngineOutput]) -> None:
+        for message in messages:
+            if message.data is not None:
+                self._read(message.data, outputs)
+
+    def _read(self, data: str | bytes, outputs: list[LLMEngineOutput]) -> None:
         """Append the chunks of one event."""
+        if self.is_done:
+            return  # behind the last chunk there is only the end
+        if data == _DONE:
+            raise self._without_end(StreamIncomplete)
         try:
             chunk = plain_from_json(data)
             error, meta = chunk.get("error"), chunk.get("meta_info") or {}

@@ -70,13 +70,13 @@ class TokenAnswer:
         """
         outputs: list[LLMEngineOutput] = []
         try:
-            if self._is_between and (lines := _whole_events(data)):
+            if self._is_between and (lines := whole_events(data)):
                 for line in lines:
                     self._read(line, outputs)
             else:
                 self._decode(data, outputs)
         except PenstockError as error:
-            return _then_raised(outputs, error)
+            return then_raised(outputs, error)
         return outputs
 
     def end(self, *, whole: bool) -> Iterable[LLMEngineOutput]:
@@ -92,7 +92,7 @@ class TokenAnswer:
                 kind = StreamIncomplete if whole else Disconnected
                 raise kind(f"the answer ended after {self.tokens} tokens without a finish reason")
         except PenstockError as error:
-            return _then_raised(outputs, error)
+            return then_raised(outputs, error)
         if not self.is_done:
             outputs.append(self._finished())
         return outputs
@@ -187,7 +187,7 @@ class TokenAnswer:
             raise InvalidMessage(f"the server counted {counted} tokens and sent {self.tokens}")
 
 
-def _then_raised(outputs: list[LLMEngineOutput], error: PenstockError) -> Iterator[LLMEngineOutput]:
+def then_raised(outputs: list[LLMEngineOutput], error: PenstockError) -> Iterator[LLMEngineOutput]:
     yield from outputs
     raise error
 
@@ -195,7 +195,7 @@ def _then_raised(outputs: list[LLMEngineOutput], error: PenstockError) -> Iterat
 _DATA, _END = b"data: {", b"}\n\n"
 
 
-def _whole_events(data: bytes) -> list[bytes] | None:
+def whole_events(data: bytes) -> list[bytes] | None:
     """Return the JSON of bytes that are whole events of one line each; None for any others."""
     if not (data.startswith(_DATA) and data.endswith(_END)) or b"\r" in data:
         return None

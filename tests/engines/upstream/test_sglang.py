@@ -11,6 +11,7 @@ from attrs import evolve
 from engines import run_conformance
 from engines.adapter import RequestAdapter
 from engines.upstream import SglangUpstream
+from engines.upstream.sglang_answer import SglangAnswer
 from pipeline import Context, InvalidArgument, PenstockError, WorkerOverloaded
 from pipeline.errors import (
     BackendUnknown,
@@ -23,6 +24,7 @@ from pipeline.errors import (
 from pipeline.protocols import (
     FinishReason,
     GuidedDecodingOptions,
+    LLMEngineOutput,
     OutputOptions,
     PreprocessedRequest,
     RoutingHints,
@@ -31,7 +33,7 @@ from pipeline.protocols import (
 )
 from tests.engines.upstream.sglang_worlds import URL, FakeSglang, fake_sglang, started_sglang
 from tests.engines.upstream.wire import Line
-from tests.engines.upstream.worlds import continued, outputs, prompt, tokens_of
+from tests.engines.upstream.worlds import as_event, continued, outputs, prompt, tokens_of
 
 FORMS = pytest.mark.parametrize("is_incremental", [False, True], ids=["cumulative", "incremental"])
 PROMPT = [5, 6, 7]
@@ -306,6 +308,36 @@ async def test_tokens_that_are_not_those_of_the_chunk_before_are_an_error() -> N
     async with fake_sglang(faults={2: event(other)}) as fake, started_sglang(fake) as engine:
         with pytest.raises(InvalidMessage, match="another token"):
             await outputs(engine)
+
+
+@FORMS
+@pytest.mark.parametrize("size", [1, 7, 100_000])
+async def test_an_answer_that_arrives_in_pieces_of_any_size_is_read_whole(is_incremental: bool, size: int) -> None:
+    answer, found = SglangAnswer(1, 3), list[LLMEngineOutput]()
+    tokens = continued(PROMPT, 5)
+    events = [
+        chunk(
+            tokens[n : n + 1] if is_incremental else tokens[: n + 1],
+            {"type": "stop"} if n == 4 else None,
+            completion_tokens=n + 1,
+        )
+        for n in range(5)
+    ]
+    sent = b"".join([*(as_event(one) for one in events), as_event("[DONE]")])
+    for begin in range(0, len(sent), size):
+        found += answer.feed(sent[begin : begin + size])
+    assert tokens_of(found) == tokens
+    assert answer.is_done
+    assert [*answer.end(whole=True)] == []
+
+
+async def test_tokens_before_an_error_are_not_lost_though_they_came_with_it() -> None:
+    answer = SglangAnswer(1, 3)
+    both = as_event(chunk([8], completion_tokens=1)) + as_event({"error": {"message": "no", "code": 500}})
+    found = iter(answer.feed(both))
+    assert next(found).token_ids == [8]
+    with pytest.raises(BackendUnknown):
+        next(found)
 
 
 async def test_log_probabilities_of_other_tokens_are_an_error() -> None:
