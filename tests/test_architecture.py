@@ -111,6 +111,7 @@ DOORS = {
         for name in ("application", "body", "caller", "edge", "generation/*", "guard", "request", "status")
     },
     "tokenizers": {"operators/text/tokenizer.py"},
+    "peft": {"engines/torch/library.py"},
     "torch": {"engines/torch/library.py"},
     "transformers": {"engines/torch/library.py", "engines/torch/loading.py"},
     "uvicorn": {"serving/access/gate.py", "serving/server.py"},

@@ -13,3 +13,8 @@ from pipeline.extras import brought_by
 with brought_by("torch", by="TorchEngine"):
     torch: Any = import_module("torch")
     transformers: Any = import_module("transformers")
+
+
+def peft() -> Any:
+    """Import peft and return it."""
+    return import_module("peft")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from attrs import evolve
 
 from pipeline import InvalidArgument
 
+from .adapters import Adapters
 from .drawing import draw
 from .forward import Forward
 from .kv_store import KvLayout, KvStore
@@ -23,7 +28,9 @@ class Machine:
     Raise InvalidArgument for a model that cannot be served, and for a cache that is too small for one block.
     """
 
-    def __init__(self, loaded: LoadedModel, settings: TorchSettings) -> None:
+    def __init__(
+        self, loaded: LoadedModel, settings: TorchSettings, adapters: Mapping[str, Path] | None = None
+    ) -> None:
         model = loaded.model
         layout = KvLayout.of(model)
         blocks = settings.kv_cache_blocks
@@ -34,7 +41,9 @@ class Machine:
         self.name = loaded.name
         self.store = KvStore(layout, blocks, settings.block_size_tokens, next(model.parameters()).device)
         self._forward = Forward(model, self.store)
-        self.facts = _facts(loaded, settings, blocks * settings.block_size_tokens)
+        self._adapters = Adapters(model, adapters or {})
+        facts = _facts(loaded, settings, blocks * settings.block_size_tokens)
+        self.facts = evolve(facts, adapters=tuple(adapters or ()))
 
     def run(self, plan: StepPlan) -> list[Drawn | None]:
         """Compute a step; return for each chunk what was drawn behind it."""
@@ -43,7 +52,8 @@ class Machine:
             for load in plan.loads:
                 self.store.write(load.block_ids, load.kv.tokens, load.kv.data, start=load.start)
             for group in groups(plan.chunks):
-                logits = self._forward.logits(group)
+                with self._adapters.active(group[0].choice.order.adapter):
+                    logits = self._forward.logits(group)
                 rows = [row for row, chunk in enumerate(group) if chunk.draws]
                 if not rows:
                     continue

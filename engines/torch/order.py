@@ -23,6 +23,8 @@ class ModelFacts:
     """Most tokens of a prompt and its answer: by the model, and by the room in the KV cache."""
     eos_token_ids: Collection[int] = ()
     """Ids that end a sequence, beside those of the request."""
+    adapters: Collection[str] = ()
+    """Names of LoRA adapters."""
     default_temperature: float = 0.0
     """Temperature of requests that name none."""
 
@@ -36,7 +38,9 @@ class Order:
     sampling: Sampling
     limits: Limits
     hash_seed: int
-    """Seed of its blocks' hashes: other tenants have other blocks."""
+    """Seed of its blocks' hashes: other tenants and adapters have other blocks."""
+    adapter: str | None = None
+    """The LoRA adapter that it is computed with."""
 
 
 def order_of(request: PreprocessedRequest, facts: ModelFacts, *, seed: int) -> Order:
@@ -45,6 +49,7 @@ def order_of(request: PreprocessedRequest, facts: ModelFacts, *, seed: int) -> O
     Raise InvalidArgument, naming the field, for a request that cannot be served as it is.
     """
     _refuse_unoffered(request)
+    adapter = _adapter(request, facts.adapters)
     prompt = list(request.token_ids)
     if not prompt:
         raise InvalidArgument("the prompt has no tokens", field="token_ids")
@@ -64,7 +69,8 @@ def order_of(request: PreprocessedRequest, facts: ModelFacts, *, seed: int) -> O
         choices=choices,
         sampling=sampling_of(request, default_temperature=facts.default_temperature, seed=seed),
         limits=_limits(request, facts.eos_token_ids, room),
-        hash_seed=hash_seed(None, request.routing.cache_namespace if request.routing else None),
+        hash_seed=hash_seed(adapter, request.routing.cache_namespace if request.routing else None),
+        adapter=adapter,
     )
 
 
@@ -73,12 +79,18 @@ def _refuse_unoffered(request: PreprocessedRequest) -> None:
         raise InvalidArgument("a prompt is given in tokens here, not in embeddings", field="prompt_embeds")
     if request.multi_modal_data:
         raise InvalidArgument("there are no media here", field="multi_modal_data")
-    if request.routing is not None and request.routing.lora_name:
-        raise InvalidArgument(f"there is no adapter {request.routing.lora_name!r} here", field="lora_name")
     if request.output_options.prompt_logprobs is not None:
         raise InvalidArgument("log probabilities of prompts are not computed", field="prompt_logprobs")
     if request.stop_conditions.max_thinking_tokens is not None:
         raise InvalidArgument("there is no limit of the reasoning part", field="max_thinking_tokens")
+
+
+def _adapter(request: PreprocessedRequest, known: Collection[str]) -> str | None:
+    """Return the adapter that the request names. Raises InvalidArgument for one that is not here."""
+    name = request.routing.lora_name if request.routing is not None else None
+    if name and name not in known:
+        raise InvalidArgument(f"there is no adapter {name!r} here", field="lora_name")
+    return name or None
 
 
 def _limits(request: PreprocessedRequest, eos_token_ids: Collection[int], room: int) -> Limits:

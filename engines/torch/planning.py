@@ -2,7 +2,7 @@
 
     running choices ──► one token each, then parts of prompts, up to the step's tokens ──► chunks ──► groups
 
-Chunks of the same length are computed together, in one pass through the model, without padding.
+Chunks of the same length and adapter are computed together, in one pass through the model, without padding.
 
 Source: vllm/v1/core/sched/scheduler.py, Scheduler.schedule: a choice is tokens to compute, whether prompt or not.
 """
@@ -69,11 +69,11 @@ def share_budget(pending: Sequence[int], budget: int) -> list[int]:
 
 
 def groups(chunks: Iterable[Chunk]) -> list[list[Chunk]]:
-    """Return the chunks by length, each group in their order: what is computed in one pass."""
-    by_count: dict[int, list[Chunk]] = {}
+    """Return the chunks by length and adapter, each group in their order: what is computed in one pass."""
+    found: dict[tuple[int, str | None], list[Chunk]] = {}
     for chunk in chunks:
-        by_count.setdefault(chunk.count, []).append(chunk)
-    return list(by_count.values())
+        found.setdefault((chunk.count, chunk.choice.order.adapter), []).append(chunk)
+    return list(found.values())
 
 
 def blocks_for(tokens: int, block_size_tokens: int) -> int:

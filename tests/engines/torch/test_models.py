@@ -48,9 +48,8 @@ def model_of(family: str) -> Any:
 
 def engine_of(model: Any, **settings: Any) -> TorchEngine:
     sizes: dict[str, Any] = {"block_size_tokens": 8, "kv_cache_blocks": 128, "max_num_seqs": 4}
-    return TorchEngine(
-        lambda report: LoadedModel(model, "tiny"), TorchSettings(**sizes | {"max_num_batched_tokens": 16} | settings)
-    )
+    sizes |= {"max_num_batched_tokens": 16} | settings
+    return TorchEngine(lambda report: LoadedModel(model, "tiny"), TorchSettings(**sizes))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

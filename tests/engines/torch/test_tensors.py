@@ -68,8 +68,8 @@ def draws(torch: Any, **options: Any) -> list[int]:
     """Return what a thousand even draws from `SHARES` give."""
     from engines.torch.drawing import sampled
 
-    logits = torch.tensor(SHARES).log()
-    return [sampled(logits, Sampling(**{"temperature": 1.0} | options), (n + 0.5) / 1000) for n in range(1000)]
+    logits, chosen = torch.tensor(SHARES).log(), dict[str, Any](temperature=1.0) | options
+    return [sampled(logits, Sampling(**chosen), (n + 0.5) / 1000) for n in range(1000)]
 
 
 @pytest.mark.parametrize(
