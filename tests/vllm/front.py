@@ -51,6 +51,20 @@ class Front:
         """Wait until it has exactly so many workers, and return their ids."""
         return until(lambda: self.workers, lambda ids: len(ids) == workers, within_s=START_S, pause_s=0.1)
 
+    def wait_for_prefill(self) -> None:
+        """Wait until a prompt is computed by a prefill worker."""
+        until(self._prefilled, lambda elsewhere: elsewhere is True, within_s=START_S, pause_s=0.2)
+
+    def wait_for_no_prefill(self) -> None:
+        """Wait until a prompt is computed where it is decoded."""
+        until(self._prefilled, lambda elsewhere: elsewhere is False, within_s=START_S, pause_s=0.2)
+
+    def _prefilled(self) -> bool | None:
+        """Send a short prompt; return whether a prefill worker has computed it, None if there was no answer."""
+        body = {"model": MODEL, "prompt": list(range(300, 364)), "max_tokens": 1}
+        answer = self._http.post("/v1/completions", json=body)
+        return "x-penstock-prefill-worker" in answer.headers if answer.status_code == 200 else None
+
     def known_blocks(self) -> dict[str, float]:
         """Blocks that the router knows on each worker."""
         found: dict[str, float] = {}
