@@ -110,8 +110,8 @@ class UpstreamConfig:
     ) -> Upstream:
         """Return the engine of a server for its part of requests, not started; `transport` replaces the network.
 
-        Raise what the server's list of models raises if its kind is not given, and InvalidArgument for a server that is
-        neither vLLM nor SGLang beside prefill servers.
+        Raise what the server's list of models raises if its kind is not given, and InvalidArgument for a server that
+        cannot do its part.
         """
         from engines.upstream import OpenAIUpstream, SglangUpstream, VllmDecode, VllmPrefill, VllmUpstream
 
@@ -126,7 +126,7 @@ class UpstreamConfig:
             return SglangUpstream(url, api_key=self.api_key, transport=transport)
         if mode is not DisaggregationMode.AGGREGATED:
             field = "prefill_upstream" if mode is DisaggregationMode.PREFILL else "upstream"
-            raise InvalidArgument(f"{url} is no vLLM or SGLang server, and hands no KV blocks over", field=field)
+            raise InvalidArgument(f"{url} is no vLLM or SGLang server: it hands over no KV blocks", field=field)
         return OpenAIUpstream(url, api_key=self.api_key, transport=transport)
 
     async def _shown_kind(self, url: str, transport: Transport | None) -> str:

@@ -18,6 +18,7 @@ from serving.deployment import GraphConfig, UpstreamConfig
 from serving.http import app
 from tests.edge.model_folder import write_model_folder
 from tests.engines.upstream import worlds
+from tests.engines.upstream.openai_worlds import FakeLlama, FakeText
 from tests.engines.upstream.worlds import FakeVllm, continued
 from tests.serving.upstream_worlds import ONE, TWO, Site, generated, request, site_of, tokens
 from tests.serving.worlds import chat, request_to
@@ -145,6 +146,35 @@ async def test_any_other_server_has_no_half_of_a_request(
     async with site.graph(prefill=(ONE,), servers={"kind": kind}) as opened:
         problems = [one.problem for one in (*opened.supervisors, *opened.prefill_supervisors)]
         assert [getattr(one, "field", None) for one in problems] == ["upstream", "prefill_upstream"]
+
+
+async def test_a_server_of_another_kind_answers_as_far_as_it_can(site: Site) -> None:
+    """By ids where it sends them; in text otherwise, which is shown as it came."""
+    site.add(ONE, FakeLlama)
+    site.add(TWO, FakeText)
+    async with site.graph() as opened:
+        assert await tokens(opened, request(model="smol.gguf")) == continued([5, 6, 7], 5)
+        answer = await chat(app(opened.graph), model="small", max_tokens=3).run()
+        assert answer.json["choices"][0]["message"]["content"] == "0 1 2 "
+        assert answer.json["usage"]["completion_tokens"] == 3
+
+
+async def test_a_server_that_takes_no_ids_is_left_out_by_name(site: Site) -> None:
+    site.add(ONE, FakeText, takes_ids=False)
+    async with site.graph() as opened:
+        (supervisor,) = opened.supervisors
+        assert isinstance(supervisor.problem, InvalidArgument)
+        assert "takes no prompts as token ids" in supervisor.problem.message
+
+
+async def test_a_server_of_another_kind_computes_no_prompts_for_others(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    site.add(ONE, FakeLlama)
+    site.server(TWO)
+    async with site.graph(prefill=(ONE,)):
+        assert "http://gpu-1:8000 is left out" in caplog.text
+        assert "hands over no KV blocks" in caplog.text
 
 
 # -- what is down

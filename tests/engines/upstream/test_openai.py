@@ -8,7 +8,6 @@ from typing import Any
 
 import anyio
 import pytest
-from attrs import define, field
 
 from engines import run_conformance
 from engines.upstream import UNKNOWN_TOKEN, IdForm, OpenAIUpstream
@@ -31,106 +30,8 @@ from pipeline.protocols import (
     SamplingOptions,
     StopConditions,
 )
-from tests.engines.upstream.wire import Line, Received
+from tests.engines.upstream.openai_worlds import FakeLlama, FakeText, running
 from tests.engines.upstream.worlds import URL, FakeServer, continued, fake_vllm, outputs, prompt, tokens_of
-
-
-@define(eq=False)
-class FakeText(FakeServer):
-    """A server of completions in text, which takes prompts of ids or refuses them."""
-
-    takes_ids: bool = True
-    owner: str = "someone"
-    has_list: bool = True
-    breaks_at: int | None = None
-    """Number of the chunk in place of which the connection is closed."""
-
-    async def answer(self, line: Line, received: Received) -> None:
-        if received.path == "/v1/models" and self.has_list:
-            await line.whole(200, {"data": [{"id": "small", "owned_by": self.owner}]})
-        elif received.path != "/v1/completions":
-            await line.whole(404, {"detail": "Not Found"})
-        elif "return_token_ids" in received.json:
-            await line.whole(422, {"detail": "extra fields not permitted"})
-        elif not self.takes_ids:
-            await line.whole(400, {"error": {"message": "prompt must be a string"}})
-        elif not received.json["stream"]:
-            await line.whole(200, {"choices": [{"text": "a", "finish_reason": "length"}]})
-        else:
-            await self._streamed(line, received.json["max_tokens"])
-
-    async def _streamed(self, line: Line, tokens: int) -> None:
-        await line.begin()
-        for number in range(tokens):
-            await anyio.sleep(0.01)
-            if number == self.breaks_at:
-                await line.wire.aclose()
-            await line.event({"choices": [{"index": 0, "text": f"{number} ", "finish_reason": None}]})
-        await line.event({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
-        await line.event("[DONE]")
-        await line.end()
-
-
-@define(eq=False)
-class FakeLlama(FakeServer):
-    """llama.cpp's server, as its page describes `/completion`."""
-
-    faults: dict[int, Any] = field(factory=dict)
-    """What is sent in place of the chunk with this number."""
-    running: int = 0
-    token_s: float = 0.001
-
-    async def answer(self, line: Line, received: Received) -> None:
-        match received.path:
-            case "/v1/models":
-                await line.whole(200, {"data": [{"id": "smol.gguf", "owned_by": "llamacpp"}]})
-            case "/props":
-                settings = {"n_ctx": 4096, "params": {}}
-                props = {"default_generation_settings": settings, "total_slots": 4, "model_path": "/models/smol.gguf"}
-                await line.whole(200, props)
-            case "/health":
-                await line.whole(200, {"status": "ok"})
-            case "/completion":
-                await self._completion(line, received.json)
-            case _:
-                await line.whole(404, {"error": {"code": 404, "message": "File Not Found", "type": "not_found_error"}})
-
-    async def _completion(self, line: Line, body: dict[str, Any]) -> None:
-        if max(body["prompt"]) >= 32_000:
-            error = {"code": 400, "message": "Prompt contains invalid tokens", "type": "invalid_request_error"}
-            await line.whole(400, {"error": error})
-            return
-        self.running += 1
-        try:
-            most = min(4096 - len(body["prompt"]), body["n_predict"] if body["n_predict"] >= 0 else 16)
-            tokens = continued(body["prompt"], most)
-            await line.begin()
-            for number, token in enumerate(tokens):
-                await anyio.sleep(self.token_s)
-                chunk: Any = {"index": 0, "content": f"<{token}>", "tokens": [token], "stop": False}
-                if (candidates := body.get("n_probs")) is not None:
-                    top = [{"id": token + place, "token": "", "logprob": -place - 0.5} for place in range(candidates)]
-                    chunk["completion_probabilities"] = [{"id": token, "logprob": -0.5, "top_logprobs": top}]
-                await line.event(self.faults.get(number, chunk))
-            kind = "limit" if body["n_predict"] >= 0 else "eos"
-            last = {"index": 0, "content": "", "tokens": [], "stop": True, "stop_type": kind, "stopping_word": ""}
-            await line.event(last | {"timings": {"cache_n": 2}})
-            await line.end()
-        finally:
-            self.running -= 1
-
-
-@asynccontextmanager
-async def running(make: Any, **fields: Any) -> AsyncIterator[Any]:
-    """Run a server; its clients must leave none of its connections open."""
-    left = []
-    async with anyio.create_task_group() as tasks:
-        server = make(tasks, **fields)
-        yield server
-        await anyio.sleep(1.0)
-        left.append(server.open)
-        tasks.cancel_scope.cancel()
-    assert left == [0]
 
 
 @asynccontextmanager
