@@ -30,9 +30,12 @@ with brought_by("upstream", by=__name__):
     from .openai import IdForm, OpenAIUpstream
     from .sglang import SglangUpstream
     from .text_answer import UNKNOWN_TOKEN as UNKNOWN_TOKEN
+    from .token_answer import TokenAnswer as TokenAnswer
     from .upstream import Upstream
     from .vllm import VllmUpstream
     from .vllm_disaggregated import VllmDecode, VllmPrefill
+    from .vllm_logprobs import of_completion as of_completion
+    from .vllm_logprobs import of_generate as of_generate
     from .vllm_text import VllmText
 
 __all__ = [

@@ -168,7 +168,7 @@ async def test_a_server_that_is_killed_in_mid_answer_breaks_the_streams_and_take
             await outputs(engine)
 
 
-async def test_a_broken_prompt_after_the_wire_is_an_error_of_its_own() -> None:
+async def test_a_prompt_longer_than_the_context_is_a_wrong_request() -> None:
     async with fake_vllm(context_length=8) as server, started(server) as engine:
         with pytest.raises(PenstockError) as caught:
             await outputs(engine, PreprocessedRequest([5] * 9))

@@ -228,7 +228,9 @@ class FakeVllm(FakeServer):
         if asked.model not in (None, self.model, *self.aliases, *self.adapters):
             return _error(404, f"The model `{asked.model}` does not exist.", "NotFoundError"), False
         if len(asked.prompt) >= self.context_length:
-            return _error(400, "This model's maximum context length is exceeded"), False
+            return _error(
+                400, f"The decoder prompt (length {len(asked.prompt)}) is longer than the model allows."
+            ), True
         if asked.priority and not self.prioritizes:
             return _error(400, f"Got priority {asked.priority} but Priority scheduling is not enabled."), True
         if asked.stops and self.tokens_only:
