@@ -95,6 +95,7 @@ class ModelPool:
             try:
                 await self._opened()
             except InvalidArgument as error:
+                _log.error(f"{self.model.name} cannot be served: {error}")
                 self.failure = error
                 self.is_open.set()
                 return

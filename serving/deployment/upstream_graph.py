@@ -31,6 +31,8 @@ from .supervisor import Retry, Supervisor
 if TYPE_CHECKING:
     from engines.upstream import ServerFacts, Upstream
 
+TRY_S = 15.0
+"""How long the start waits for servers that neither answer nor refuse; they are tried on."""
 OPEN_S = 5.0
 """How long the start waits for the graphs of models whose servers are there."""
 
@@ -97,7 +99,7 @@ def _up(supervisor: Supervisor, role: str) -> str:
 async def upstream_graph(
     config: GraphConfig, hosting: HostOptions, *, retry: Retry | None = None
 ) -> AsyncIterator[UpstreamGraph]:
-    """Give the graph in front of the servers of `config.upstream`, once each was tried.
+    """Give the graph in front of the servers of `config.upstream`, once each was tried, after `TRY_S` at most.
 
     Those that are down are left out, and tried again. Raise InvalidArgument for settings that no graph can be opened
     with. The end of the block accepts no new requests, lets those that run finish in the time of the runtime, then ends
@@ -130,9 +132,10 @@ def open_graph(
 
 
 async def _started(opened: UpstreamGraph, pools: ModelPools) -> None:
-    """Wait until each server was tried, and a while for the graphs of those that are there."""
-    for one in (*opened.prefill_supervisors, *opened.supervisors):
-        await one.was_tried.wait()
+    """Wait a while until each server was tried, and for the graphs of those that are there."""
+    with anyio.move_on_after(TRY_S):
+        for one in (*opened.prefill_supervisors, *opened.supervisors):
+            await one.was_tried.wait()
     with anyio.move_on_after(OPEN_S):
         for pool in list(pools.pools.values()):
             await pool.settled()

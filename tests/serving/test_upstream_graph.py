@@ -15,6 +15,7 @@ from operators.kv import KvRouterConfig
 from pipeline import Context, InvalidArgument, Unavailable
 from pipeline.protocols import PreprocessedRequest, StopConditions
 from serving.deployment import GraphConfig, UpstreamConfig
+from serving.deployment.upstream_graph import TRY_S
 from serving.http import app
 from tests.edge.model_folder import write_model_folder
 from tests.engines.upstream import worlds
@@ -193,6 +194,30 @@ async def test_a_server_that_is_down_is_left_out_and_back_by_itself(site: Site) 
         for first in range(1, 5):
             await tokens(opened, request(first))
         assert generated(down) == 2
+
+
+async def test_a_server_that_does_not_answer_holds_the_start_up_for_a_while_only(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.server(ONE)
+    silent = site.server(TWO)
+    answers = FakeVllm.answer
+
+    async def answer(self: FakeVllm, line: Any, received: Any) -> None:
+        if self is silent:
+            await anyio.sleep_forever()
+        await answers(self, line, received)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeVllm, "answer", answer)
+        began_s = anyio.current_time()
+        async with site.graph() as opened:
+            assert anyio.current_time() - began_s == pytest.approx(TRY_S)
+            assert await tokens(opened, request()) == continued([5, 6, 7], 5)
+            assert len(opened.workers) == 1
+            patched.undo()
+            await anyio.sleep(40)
+            assert len(opened.workers) == 2
 
 
 async def test_while_no_server_is_there_clients_are_told_to_come_back(
