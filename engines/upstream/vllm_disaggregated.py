@@ -12,7 +12,8 @@
 | it ends before the first token, not renewed   | the same: the tokens could be wrong                             |
 | decode fails before its first token           | TransferFailed: the request may start again                     |
 
-Prefill's token is not passed on: decode computes it again.
+Prefill's token is not passed on: decode computes it again. A request that ends while prefill's answer is on its way is
+the one case in which blocks wait for the end of their lease.
 
 Source: vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py, request_finished.
 """
