@@ -35,6 +35,7 @@ from pipeline.protocols import (
     FinishReason,
     LLMEngineOutput,
     OutputOptions,
+    PrefillResult,
     PreprocessedRequest,
     PromptTokensDetails,
     SamplingOptions,
@@ -219,17 +220,18 @@ class VllmDecode(VllmUpstream):
         finally:
             self._has_returns = None
 
-    async def generate(
-        self, request: PreprocessedRequest, context: GenerateContext
+    def generate(self, request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
+        if (result := request.prefill_result) is None:
+            return super().generate(request, context)
+        return self._continued(request, context, result)
+
+    async def _continued(
+        self, request: PreprocessedRequest, context: GenerateContext, result: PrefillResult
     ) -> AsyncGenerator[LLMEngineOutput, None]:
-        if request.prefill_result is None:
-            async with aclosing(super().generate(request, context)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-            return
+        """Answer a request whose prompt was computed elsewhere."""
         if (request.sampling_options.n or 1) > 1:
             raise InvalidArgument("a prompt that another server computes has one choice", field="n")
-        handed = _Handed(self.connector.take(request.prefill_result.disaggregated_params))
+        handed = _Handed(self.connector.take(result.disaggregated_params))
         self._handed[id(context)] = handed
         has_failed = False
         try:
