@@ -42,6 +42,7 @@ DOORS = (
     "engines",
     "engines.mocker",
     "engines.upstream",
+    "engines.torch",
     "serving.deployment",
     "serving.http",
     "serving.replay",
