@@ -242,6 +242,8 @@ class SocketHandover:
                     await self._send(Wire(stream, self.times.stall_s))
             except _BROKEN as error:
                 _log.info("a fetch of a KV cache broke off: %s", _text(error))
+            except Exception:  # the cache could not be read, as when the device is lost
+                _log.exception("a KV cache could not be sent")
 
     async def _send(self, wire: Wire) -> None:
         offers, engine = self._offers, self._started()

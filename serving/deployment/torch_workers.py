@@ -47,7 +47,10 @@ class TorchArgs(TorchSettings):
 
 @define
 class SharedModel:
-    """The weights that the engines of a deployment share: loaded by the first that starts, the others wait for it."""
+    """The weights that the engines of a deployment share: loaded by the first that starts, the others wait for it.
+
+    A model that changes as it computes, because its positions are scaled by the length at hand, is not shared.
+    """
 
     files: ModelFiles
     device: str
@@ -58,9 +61,18 @@ class SharedModel:
     def load(self, report: ReportProgress) -> LoadedModel:
         """Return the model, loaded once. Raise as `load_model`; the next call then tries again."""
         with self._lock:
-            if self._loaded is None:
-                self._loaded = load_model(self.files, device=self.device, dtype=self.dtype, report=report)
-            return self._loaded
+            if self._loaded is not None:
+                return self._loaded
+            loaded = load_model(self.files, device=self.device, dtype=self.dtype, report=report)
+            if not _changes(loaded.model.config.get_text_config()):
+                self._loaded = loaded
+            return loaded
+
+
+def _changes(config: Any) -> bool:
+    """Whether computing changes the model: several threads must not compute with one then."""
+    scaling = getattr(config, "rope_parameters", None) or {}
+    return "dynamic" in (kind := str(scaling.get("rope_type", ""))) or kind == "longrope"
 
 
 def shared_model(path: Path | None, args: TorchArgs) -> SharedModel:

@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import anyio
 import pytest
 
-from engines.torch import SocketHandover, TorchEngine
+from engines.torch import LoadedModel, ModelFiles, SocketHandover, TorchEngine, no_report
 from pipeline import InvalidArgument
 from serving.deployment import GraphConfig
+from serving.deployment.torch_workers import SharedModel
 from tests.serving.worlds import program
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -64,6 +66,32 @@ class TestConfig:
     def test_a_file_has_no_folder_for_the_card_of_a_worker(self, tmp_path: Path) -> None:
         config = GraphConfig(model_path=tmp_path / "small.gguf", model_name="small")
         assert config.worker_settings(GraphConfig(model_name="small").load_model()).model_name == "small"
+
+
+class Config:
+    """A configuration of transformers, as far as it is looked at."""
+
+    def __init__(self, rope_type: str) -> None:
+        self.rope_parameters = {"rope_type": rope_type}
+
+    def get_text_config(self) -> Config:
+        return self
+
+
+@pytest.mark.parametrize(("rope_type", "loads"), [("default", 1), ("yarn", 1), ("dynamic", 2), ("longrope", 2)])
+def test_workers_share_the_weights_unless_computing_changes_them(
+    rope_type: str, loads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[ModelFiles] = []
+
+    def load(files: ModelFiles, **_: object) -> LoadedModel:
+        loaded.append(files)
+        return LoadedModel(SimpleNamespace(config=Config(rope_type)), "m")
+
+    monkeypatch.setattr("serving.deployment.torch_workers.load_model", load)
+    shared = SharedModel(ModelFiles(tmp_path), "cpu", "auto")
+    first, second = shared.load(no_report), shared.load(no_report)
+    assert (first is second, len(loaded)) == (loads == 1, loads)
 
 
 def said(address: str) -> str:

@@ -33,7 +33,7 @@ class Layout:
     bytes_per_token: int = 64
 
 
-@define
+@define(slots=False)
 class Cache:
     """An engine with a cache, as its hand-over sees it; block numbers are its bytes."""
 
@@ -270,6 +270,21 @@ async def test_a_connection_that_sends_nothing_or_nonsense_harms_no_other() -> N
             with pytest.raises(anyio.EndOfStream):
                 await stream.receive()
             await stream.aclose()
+
+
+async def test_a_cache_that_cannot_be_read_costs_one_fetch_only(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(block_ids: Sequence[int], tokens: int) -> bytes:
+        raise RuntimeError("the device is lost")
+
+    async with world() as both:
+        whole = both.prefill_cache.read
+        both.prefill_cache.read = fail  # type: ignore[method-assign]
+        offered = both.offer()
+        assert await both.take(offered) is None
+        assert both.decode.failures == {"InvalidMessage": 1}
+        assert "the device is lost" in caplog.text
+        both.prefill_cache.read = whole  # type: ignore[method-assign]
+        assert await both.take(offered) is not None
 
 
 async def test_a_close_releases_every_offer_once_and_cuts_fetches() -> None:
