@@ -22,7 +22,7 @@ from attrs import asdict, frozen
 
 from pipeline import CannotConnect, EngineShutdown, InvalidArgument, PenstockError, WorkerOverloaded
 from pipeline.errors import InvalidMessage
-from pipeline.llm import block_hashes
+from pipeline.llm import block_hashes, hash_seed
 from pipeline.loop import clock
 from pipeline.protocols import PreprocessedRequest
 from pipeline.wire import from_plain, to_plain
@@ -103,7 +103,7 @@ class OfferedKv:
     tokens: int
     """Tokens of the prompt whose keys and values there are."""
     prompt_hash: int
-    """Hash of these tokens."""
+    """Hash of these tokens, and of the adapter that computed them."""
 
     @classmethod
     def of_params(cls, params: Any) -> OfferedKv:
@@ -115,20 +115,22 @@ class OfferedKv:
         except InvalidArgument as error:
             raise InvalidArgument(str(error), field=f"{_FIELD}.{_PARAMS}") from error
 
-    def misfit(self, model: str, layout: Mapping[str, Any], token_ids: Any) -> str | None:
-        """Return why the cache is of no use to a worker for a request with these tokens; None if it is of use."""
+    def misfit(self, model: str, layout: Mapping[str, Any], request: PreprocessedRequest) -> str | None:
+        """Return why the cache is of no use to a worker for this request; None if it is of use."""
+        prompt = request.token_ids[: self.tokens]
         if self.model != model:
             return f"it is of the model {self.model}, and this is {model}"
         if self.layout != layout:
             return f"its layout is {self.layout}, and here it is {dict(layout)}"
-        if not 0 < self.tokens <= len(token_ids) or prompt_hash(token_ids[: self.tokens]) != self.prompt_hash:
-            return "it is of another prompt"
+        if not 0 < self.tokens == len(prompt) or prompt_hash(request, prompt) != self.prompt_hash:
+            return "it is of another prompt, or computed with another adapter"
         return None
 
 
-def prompt_hash(token_ids: Any) -> int:
-    """Return the hash of the tokens of a prompt."""
-    (whole,) = block_hashes(token_ids, len(token_ids))
+def prompt_hash(request: PreprocessedRequest, token_ids: Sequence[int]) -> int:
+    """Return the hash of the first tokens of a request, and of the adapter it names."""
+    seed = hash_seed(request.routing.lora_name if request.routing else None)
+    (whole,) = block_hashes(token_ids, len(token_ids), seed=seed)
     return whole
 
 
@@ -222,7 +224,7 @@ class SocketHandover:
             model=engine.model_name,
             layout=_plain(engine.store.layout),
             tokens=len(held.token_ids),
-            prompt_hash=prompt_hash(held.token_ids),
+            prompt_hash=prompt_hash(request, held.token_ids),
         )
         return {_PARAMS: to_plain(offered)}
 
@@ -277,7 +279,7 @@ class SocketHandover:
         engine, prefill = self._started(), request.prefill_result
         offered = OfferedKv.of_params(None if prefill is None else prefill.disaggregated_params)
         layout = engine.store.layout
-        if why := offered.misfit(engine.model_name, _plain(layout), request.token_ids):
+        if why := offered.misfit(engine.model_name, _plain(layout), request):
             return self._failed("misfit", why)
         try:
             return KvBytes(offered.tokens, await self._fetched(offered, offered.tokens * layout.bytes_per_token))

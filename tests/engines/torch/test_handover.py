@@ -17,7 +17,7 @@ from engines.torch.handover import HandoverTimes, OfferedKv, SocketHandover
 from engines.torch.kv_wire import PIECE_BYTES
 from engines.torch.slots import HeldBlocks, KvBytes
 from pipeline import InvalidArgument
-from pipeline.protocols import PrefillResult, PreprocessedRequest
+from pipeline.protocols import PrefillResult, PreprocessedRequest, RoutingHints
 
 T = TypeVar("T")
 PROMPT = (3, 1, 4, 1, 5, 9)
@@ -196,6 +196,14 @@ async def test_a_cache_that_does_not_fit_is_not_fetched(change: dict[str, Any]) 
         assert both.connections == 0
 
 
+async def test_a_cache_of_another_adapter_is_not_fetched() -> None:
+    async with world() as both:
+        request = both.request(both.offer())
+        request.routing = RoutingHints(lora_name="legal")
+        assert await both.decode.take(request) is None
+        assert both.decode.failures == {"misfit": 1}
+
+
 async def test_a_migrated_request_uses_the_cache_for_its_beginning() -> None:
     async with world() as both:
         taken = await both.take(both.offer(), token_ids=[*PROMPT, 2, 6])
@@ -302,7 +310,7 @@ async def test_a_close_releases_every_offer_once_and_cuts_fetches() -> None:
 def test_the_params_are_plain_values() -> None:
     offered = OfferedKv("127.0.0.1", 1, "id", "tiny", {"layers": 2}, 3, 2**64 - 1)
     assert OfferedKv.of_params({"torch_kv": {**_plain(offered), "added_later": 1}}) == offered
-    assert evolve(offered, tokens=0).misfit("tiny", {"layers": 2}, [1]) == "it is of another prompt"
+    assert "another prompt" in (evolve(offered, tokens=0).misfit("tiny", {"layers": 2}, PreprocessedRequest([1])) or "")
 
 
 def _plain(offered: OfferedKv) -> dict[str, Any]:
