@@ -64,7 +64,7 @@ async def test_a_cancelled_call_returns_at_once_and_its_work_still_ends() -> Non
     async with computing() as thread:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(thread.run, works)
-            await anyio.lowlevel.checkpoint()
+            await anyio.wait_all_tasks_blocked()
             tasks.cancel_scope.cancel()
         assert ended == []
         may_end.set()
@@ -82,9 +82,9 @@ async def test_closing_waits_for_the_work_there_is_and_takes_no_more() -> None:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(thread.run, works)
-        await anyio.lowlevel.checkpoint()
+        await anyio.wait_all_tasks_blocked()
         tasks.start_soon(thread.close)
-        await anyio.lowlevel.checkpoint()
+        await anyio.wait_all_tasks_blocked()
         with pytest.raises(EngineShutdown):
             await thread.run(lambda: None)
         may_end.set()
