@@ -19,6 +19,8 @@ from .kv_source import BLOCK_TOKENS, FakeKvSource, removed, stored
 
 WAIT_S = 10.0
 """How long what must come is waited for; nothing takes that long."""
+SETTLE_S = 0.1
+"""What a subscription needs to reach the publisher, and an answered replay to end, with room to spare."""
 LIMITS = ReplayLimits(timeout_s=0.2, attempts=2, delay_s=0.02, pause_s=0.1)
 
 
@@ -69,11 +71,12 @@ class Followed:
 
 @asynccontextmanager
 async def following(source: FakeKvSource, **settings: Any) -> AsyncIterator[Followed]:
-    """A follower that runs and is connected."""
+    """A follower that runs and is connected, and whose first replay is over."""
     followed = Followed(source, **settings)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(followed.follower.run)
         await followed.until(lambda: followed.follower.is_connected)
+        await anyio.sleep(SETTLE_S)
         yield followed
         tasks.cancel_scope.cancel()
 
