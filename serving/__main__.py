@@ -9,7 +9,11 @@ _EXTRA = {
     *("uvicorn", "uvloop", "yaml"),
 }
 """The libraries of the extra `serve`."""
-_OTHER_EXTRAS = {"plotly": "report", **dict.fromkeys(("torch", "transformers", "gguf", "accelerate"), "torch")}
+_OTHER_EXTRAS = {
+    "plotly": "report",
+    "zmq": "upstream",
+    **dict.fromkeys(("torch", "transformers", "gguf", "accelerate"), "torch"),
+}
 """The extras of libraries that only some commands need."""
 
 

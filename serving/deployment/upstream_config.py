@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -49,6 +50,8 @@ class UpstreamConfig:
     def __attrs_post_init__(self) -> None:
         from engines.upstream import Address
 
+        if find_spec("zmq") is None:  # found out here, not by the first server with KV events
+            raise ModuleNotFoundError("engines.upstream needs pyzmq: pip install 'penstock[upstream]'", name="zmq")
         if not self.urls:
             raise InvalidArgument("is needed beside prefill servers: they only compute prompts", field="upstream")
         seen: set[str] = set()

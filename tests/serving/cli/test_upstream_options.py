@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline import InvalidArgument
+from serving.__main__ import main as program
 from serving.cli import main
 from serving.cli.options import UPSTREAM_API_KEY, UpstreamOptions
 
@@ -75,3 +76,13 @@ def test_the_program_names_the_option(
         main()
     assert end.value.code == 2
     assert error in capsys.readouterr().err
+
+
+def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.deployment.upstream_config.find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["penstock", "serve", "--upstream", ONE])
+    with pytest.raises(SystemExit) as end:
+        program()
+    assert (
+        end.value.code == "penstock: zmq is missing; install the program with: pip install 'penstock[serve,upstream]'"
+    )
