@@ -145,10 +145,10 @@ class UpstreamConfig:
 
 
 async def _owner(client: Client, api_key: str | None) -> str:
+    """Return what owns the models of a server; empty if it has no list of them."""
     from engines.upstream import Exchange, of_status
 
     headers = {"accept": "application/json"} | ({} if api_key is None else {"authorization": f"Bearer {api_key}"})
-    """Return what owns the models of a server; empty if it lists none."""
     async with Exchange(client, Control()) as exchange:
         status = await exchange.send("GET", "/v1/models", headers)
         body = await exchange.body()
