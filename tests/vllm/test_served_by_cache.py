@@ -17,7 +17,8 @@ pytestmark = pytest.mark.vllm
 
 CONVERSATIONS, TURNS = 20, 3
 ANSWER_TOKENS, NEW_TOKENS = 24, 40
-AT_A_TIME = 4
+AT_A_TIME = 1
+"""More, and the router rightly weighs what is cached against the load: benchmarks/vllm_conversations.py has figures."""
 
 
 @pytest.fixture
