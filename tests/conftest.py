@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from pipeline.testing import virtual_time
+
+ROOT = Path(__file__).parents[1]
 
 settings.register_profile(
     "penstock",
@@ -22,6 +25,22 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("penstock")
+
+
+WITH_SOCKETS = {
+    "tests/engines/upstream/test_kv_events.py",
+    "tests/pipeline/llm/kv_events/test_follower.py",
+    "tests/serving/test_upstream_events.py",
+    "tests/serving/test_upstream_kv_events.py",
+}
+"""Tests that wait for real sockets in real time: on asyncio always, on trio among the slow tests."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        where = Path(item.path)
+        if where.is_relative_to(ROOT) and str(where.relative_to(ROOT)) in WITH_SOCKETS and "[trio" in item.name:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=["asyncio", "trio"])
