@@ -89,7 +89,7 @@ async def test_every_stream_goes_on_token_by_token_when_a_server_is_killed_and_t
         server.forget()
     workers = front.workers
     answers: dict[int, list[int]] = {}
-    are_running = anyio.Event()
+    are_running, victim = anyio.Event(), pair[0]
 
     async def one(number: int, prompt: Sequence[int]) -> None:
         async for answer in stream(client, prompt, tokens):
