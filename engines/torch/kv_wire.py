@@ -1,4 +1,4 @@
-"""The bytes of a KV cache between two processes: what is said of them, and the frames they come in.
+"""The bytes of a KV cache between two processes: their description, and the frames they come in.
 
     decode ──► Fetch ─────────────────────────────► prefill
            ◄── Parcel, or a refusal ◄──────────────
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @frozen
 class Fetch:
-    """Asks for one prompt's cache."""
+    """A request for one prompt's cache."""
 
     transfer_id: str
 

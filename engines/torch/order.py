@@ -1,4 +1,4 @@
-"""Order: what a request asks of the engine, checked."""
+"""Order: what a request wants of the engine, checked."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class NixlPull(KvConnector):
 
 
 class MooncakePush(KvConnector):
-    """vLLM's MooncakeConnector: prefill's server writes the blocks, to a decode server that has asked for them.
+    """vLLM's MooncakeConnector: prefill's server writes the blocks, to a decode server that has requested them.
 
     Both know the transfer by an id of ours. Decode also gets prefill's bootstrap server and the id of its engine, from
     the `PrefillServer`. The servers keep blocks for VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT seconds, and no call renews

@@ -87,8 +87,8 @@ class VllmLoad:
     def _hit_rate(self, rank: int, queries: float, hits: float) -> float | None:
         before = self._counted.get(rank, (0.0, 0.0))
         self._counted[rank] = queries, hits
-        asked, found = queries - before[0], hits - before[1]
-        return min(found / asked, 1.0) if asked > 0 and found >= 0 else None
+        looked_up, found = queries - before[0], hits - before[1]
+        return min(found / looked_up, 1.0) if looked_up > 0 and found >= 0 else None
 
 
 def load_stat(payload: bytes, dp_rank: int, block_size_tokens: int) -> ComponentSnapshot:

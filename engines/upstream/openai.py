@@ -174,10 +174,10 @@ class OpenAIUpstream(Upstream):
 
     async def _found_ids(self, model: str) -> IdForm:
         """Return the form of ids, by one token after a prompt of one id. Raise InvalidArgument if it takes no ids."""
-        ask = {"model": model, "prompt": [1], "max_tokens": 1, "stream": False}
-        status, body = await self.post(COMPLETIONS, plain_to_json(ask | {"return_token_ids": True}))
+        probe = {"model": model, "prompt": [1], "max_tokens": 1, "stream": False}
+        status, body = await self.post(COMPLETIONS, plain_to_json(probe | {"return_token_ids": True}))
         if status in (400, 422):  # a strict server refuses fields that it does not know
-            status, body = await self.post(COMPLETIONS, plain_to_json(ask))
+            status, body = await self.post(COMPLETIONS, plain_to_json(probe))
         if status in (400, 422, *_NO_SUCH_PAGE):
             text = f"{self.address} takes no prompts as token ids at {COMPLETIONS}, so it cannot be an engine here"
             raise InvalidArgument(text, field="upstream") from of_status(status, body)

@@ -150,7 +150,7 @@ class SglangAnswer:
         """Return the chunk of one choice, without its finish reason."""
         index = chunk.get("index") or 0
         if index not in self._open:
-            raise InvalidMessage(f"a chunk of choice {index}, which has ended or was not asked for")
+            raise InvalidMessage(f"a chunk of choice {index}, which has ended or was not requested")
         new = self._new(index, chunk["output_ids"], meta.get("completion_tokens"))
         if new:
             self._seen[index] += len(new)

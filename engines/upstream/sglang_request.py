@@ -134,7 +134,7 @@ def _check(request: PreprocessedRequest) -> None:
     }
     for name, value in refused.items():
         if value is not None and value is not False:
-            raise InvalidArgument("an SGLang server cannot be asked for it with a stream of tokens", field=name)
+            raise InvalidArgument("an SGLang server does not have it beside a stream of tokens", field=name)
     if not request.token_ids:
         raise InvalidArgument("a prompt has at least one token", field="token_ids")
     if sampling.n is not None and sampling.n < 1:

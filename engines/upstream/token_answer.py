@@ -145,7 +145,7 @@ class TokenAnswer:
         """Return the chunk of one choice, without its finish reason."""
         index = choice.get("index") or 0
         if index not in self._open:
-            raise InvalidMessage(f"a chunk of choice {index}, which has ended or was not asked for")
+            raise InvalidMessage(f"a chunk of choice {index}, which has ended or was not requested")
         ids = choice.get("token_ids") or []
         if type(ids) is not list:
             raise InvalidMessage(f"token ids are a list, the server sent {excerpt(str(ids))}")

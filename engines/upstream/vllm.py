@@ -103,10 +103,10 @@ class VllmUpstream(Upstream):
         if status not in _NO_SUCH_ROUTE:
             stops, _ = await self.post("/abort_requests", plain_to_json({"request_ids": []}))
             return Routes(True, has_tokenizer=stops != 200, prioritizes=_may_prioritize(status, body))
-        ask = {"model": self.model, "prompt": [0], "max_tokens": 1, "return_token_ids": True}
-        status, body = await self.post(COMPLETIONS, plain_to_json(ask | {"priority": 1}))
+        probe = {"model": self.model, "prompt": [0], "max_tokens": 1, "return_token_ids": True}
+        status, body = await self.post(COMPLETIONS, plain_to_json(probe | {"priority": 1}))
         if not (prioritizes := _may_prioritize(status, body)):
-            status, body = await self.post(COMPLETIONS, plain_to_json(ask))
+            status, body = await self.post(COMPLETIONS, plain_to_json(probe))
         if status != 200:
             raise of_status(status, body)
         if "token_ids" not in (_object(body, COMPLETIONS).get("choices") or [{}])[0]:

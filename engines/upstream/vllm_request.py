@@ -15,7 +15,7 @@ from ..llm import GenerateContext
 from .facts import ServerFacts
 
 CACHE_SALT_PREFIX = "dynamo-cache-salt:"
-"""Tells a salt from other text in the keys of a KV event."""
+"""Marks a salt among other texts in the keys of a KV event."""
 
 _SALT_CHARACTERS = 128
 _NOT_IN_SALT = "@/\\\0"
@@ -151,7 +151,7 @@ def _check(request: PreprocessedRequest) -> None:
     }
     for name, value in refused.items():
         if value is not None and value is not False:
-            raise InvalidArgument("a vLLM server cannot be asked for it with a stream of tokens", field=name)
+            raise InvalidArgument("a vLLM server does not have it beside a stream of tokens", field=name)
     if not request.token_ids:
         raise InvalidArgument("a prompt has at least one token", field="token_ids")
     if sampling.n is not None and sampling.n < 1:

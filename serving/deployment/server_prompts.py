@@ -58,13 +58,13 @@ class ServerPrompts(Operator[Request, Any, Request, Any]):
     async def generate(self, request: Context[Request], next: AsyncEngine[Request, Any]) -> ResponseStream[Any]:
         payload = request.payload
         validate(payload, ignore_unsupported=self._ignore_unsupported, limits=self._limits)
-        if (asked := _asked(payload)) is None:
+        if (wanted := _wanted(payload)) is None:
             return await next.generate(request)
         token_ids: list[int] | None = None
         with anyio.CancelScope() as scope:
             forget = request.control.on_stop(scope.cancel)
             try:
-                token_ids = await self._tokenized(asked)
+                token_ids = await self._tokenized(wanted)
             finally:
                 forget()
         if token_ids is None:
@@ -72,28 +72,28 @@ class ServerPrompts(Operator[Request, Any, Request, Any]):
         nvext = evolve(payload.nvext or NvExt(), token_data=token_ids)
         return await next.generate(request.with_payload(evolve(payload, nvext=nvext)))
 
-    async def _tokenized(self, asked: Mapping[str, Any]) -> list[int]:
+    async def _tokenized(self, wanted: Mapping[str, Any]) -> list[int]:
         servers, self._turn = list(self._servers()), self._turn + 1
         failure: PenstockError = Unavailable("no server of the model is there")
         for place in range(len(servers)):
             server = servers[(self._turn + place) % len(servers)]
             try:
-                return await server.tokenized({"model": server.known.model, **asked})
+                return await server.tokenized({"model": server.known.model, **wanted})
             except TransportError as error:
                 failure = Unavailable(f"no server of the model takes prompts: {error}", cause=error)
         raise failure
 
 
-def _asked(payload: Request) -> dict[str, Any] | None:
+def _wanted(payload: Request) -> dict[str, Any] | None:
     """Return what a server makes tokens of; None for a prompt that is tokens already."""
     if payload.nvext is not None and payload.nvext.token_data is not None:
         return None
     if isinstance(payload, ChatCompletionRequest):
         plain: dict[str, Any] = to_plain(payload)
-        asked = {name: plain[name] for name in _OF_CHATS if plain.get(name) is not None}
+        wanted = {name: plain[name] for name in _OF_CHATS if plain.get(name) is not None}
         if payload.chat_template_args:
-            asked["chat_template_kwargs"] = dict(payload.chat_template_args)
-        return asked
+            wanted["chat_template_kwargs"] = dict(payload.chat_template_args)
+        return wanted
     if isinstance(payload.prompt, str):
         return {"prompt": payload.prompt}
     texts = [one for one in payload.prompt or () if isinstance(one, str)]

@@ -33,7 +33,7 @@ _LOOK_EVERY_S = 0.5
 _QUEUED_MESSAGES = 2**14
 """Messages that wait in a socket while the program does something else; further ones are dropped by the sender."""
 _HEARTBEAT_MS, _HEARTBEAT_LOST_MS = 5000, 15_000
-"""How often the publisher's process is asked for a sign of life, and after how long a connection without one is lost:
+"""How often the publisher's process gets a heartbeat, and after how long a connection without one is lost:
 TCP alone does not notice a machine that is gone."""
 
 
