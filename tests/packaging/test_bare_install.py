@@ -39,12 +39,12 @@ NEEDS: dict[str, str] = {
 """Faces that an extra brings, with the last line of their error without it."""
 
 EXAMPLE_NEEDS: dict[str, str] = {
-    "engines.upstream": "engines.upstream needs httpx2: pip install 'penstock[upstream]'",
     "embed_fastapi": "No module named 'fastapi'",
+    "embed_ray_serve": "No module named 'fastapi'",
     "replay_in_test": "the table of a report needs rich: pip install 'penstock[serve]'",
     "swap_in_test": "No module named 'pytest'",
 }
-"""The same for examples. Two of them show how to use penstock together with a foreign library."""
+"""The same for examples. Three of them show how to use penstock together with a foreign library."""
 
 WITH_EXTRAS = ("pipeline/telemetry/test_prometheus.py",)
 """Tests of the core that compare it with a library of an extra."""
