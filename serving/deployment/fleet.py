@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 
-from engines import DisaggregationMode, Worker
+from engines import DisaggregationMode, LLMEngine, Worker
 from operators import Model
 from pipeline import Disconnected
 from pipeline.network import Runtime
@@ -20,6 +20,28 @@ from pipeline.network import Runtime
 from .config import GraphConfig, HostOptions
 from .engines import Deployment
 from .kv_routing import event_log
+
+
+def hosted(
+    engine: LLMEngine,
+    config: GraphConfig,
+    hosting: HostOptions,
+    model: Model,
+    runtime: Runtime,
+    mode: DisaggregationMode,
+) -> Worker:
+    """Return a worker of a graph around an engine, not started."""
+    return Worker(
+        engine,
+        config.worker_settings(model, mode),
+        runtime=runtime,
+        metrics=hosting.metrics,
+        environment=hosting.environment,
+        health=hosting.health,
+        times=hosting.times,
+        kv_event_log=event_log if config.needs_event_logs else None,
+        tracer=hosting.tracer,
+    )
 
 
 class Fleet:
@@ -101,18 +123,7 @@ class Fleet:
     async def _made(self, mode: DisaggregationMode) -> Worker:
         self._deployment.mode = mode
         (engine,) = await self._config.make_engines(1, self._deployment)
-        hosting = self._hosting
-        return Worker(
-            engine,
-            self._config.worker_settings(self._model, mode),
-            runtime=self._runtime,
-            metrics=hosting.metrics,
-            environment=hosting.environment,
-            health=hosting.health,
-            times=hosting.times,
-            kv_event_log=event_log if self._config.needs_event_logs else None,
-            tracer=hosting.tracer,
-        )
+        return hosted(engine, self._config, self._hosting, self._model, self._runtime, mode)
 
     async def _start(self, worker: Worker) -> None:
         await worker.__aenter__()

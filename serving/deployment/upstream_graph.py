@@ -22,8 +22,8 @@ from pipeline.protocols import worker_label
 from pipeline.telemetry import merged, with_labels
 
 from .config import GraphConfig, HostOptions
+from .fleet import hosted
 from .graphs import OpenGraph, hosted_graph
-from .kv_routing import event_log
 from .model_pools import ModelPool, ModelPools
 from .stages import StandardGraph, TokenGraph
 from .supervisor import Retry, Supervisor
@@ -196,18 +196,7 @@ class Servers:
         return engine, facts
 
     def _worker(self, engine: Upstream, pool: ModelPool, mode: DisaggregationMode) -> Worker:
-        hosting = self._hosting
-        return Worker(
-            engine,
-            pool.config.worker_settings(pool.model, mode),
-            runtime=self._runtime,
-            metrics=hosting.metrics,
-            environment=hosting.environment,
-            health=hosting.health,
-            times=hosting.times,
-            kv_event_log=event_log if pool.config.needs_event_logs else None,
-            tracer=hosting.tracer,
-        )
+        return hosted(engine, pool.config, self._hosting, pool.model, self._runtime, mode)
 
 
 async def _ended(engine: Upstream) -> None:
