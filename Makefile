@@ -22,18 +22,21 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 
 .PHONY: serve test slow-test torch-test vllm-test lint bench build clean
 
+# Tests start many programs. Where this variable is set, each of them would compile all that it imports.
+test slow-test torch-test vllm-test: export PYTHONDONTWRITEBYTECODE :=
+
 serve: $(READY) $(NEEDED)
 	@exec $(BIN)/penstock serve $(ARGS)
 
 test: $(READY)
 	$(PYTEST) -m "not slow and not torch and not vllm" $(ARGS)
 
-# Tests that measure how long others wait: they run one at a time, with nothing beside them.
-ALONE := tests/edge/test_attacks.py tests/edge/test_streams_beside.py
+# Tests that measure how long others wait, or that start a deployment each: they run one at a time, with nothing beside them.
+ALONE := tests/edge/test_attacks.py tests/edge/test_streams_beside.py tests/processes
 
-# The same rules at a hundred times the size.
+# The same rules at a hundred times the size, and every property test over more examples.
 slow-test: $(READY)
-	$(PYTEST) -m "slow and not torch" $(addprefix --ignore=,$(ALONE)) $(ARGS)
+	$(PYTEST) -m "(slow or hypothesis) and not torch and not vllm" --hypothesis-profile=thorough $(addprefix --ignore=,$(ALONE)) $(ARGS)
 	$(BIN)/python -m pytest -m slow $(ALONE) $(ARGS)
 
 # Tests that compute with a language model. Each process has one of its own, so one runs at a time.
