@@ -9,6 +9,7 @@
     ├── Refused                     the other side is reachable and refuses
     │   └── ResourceExhausted, WorkerOverloaded, Unavailable
     ├── BackendError                raised by engine code; one subclass per kind, `Backend<Kind>` in text
+    ├── TransferFailed              KV blocks did not come from the worker that computed them
     ├── StreamClosed
     │   └── StreamBusy
     ├── BufferOverflow, ContractViolation, RegistryError
@@ -202,6 +203,13 @@ class StreamIncomplete(BackendError, kind="StreamIncomplete"):
     """The engine's stream ended without its terminal item."""
 
 
+class TransferFailed(PenstockError):
+    """The KV blocks of a prompt did not come from the worker that computed it; another start may succeed.
+
+    Neither of the two workers is known to be at fault.
+    """
+
+
 class StreamClosed(PenstockError):
     """This process read a stream after closing it."""
 
@@ -295,6 +303,7 @@ FACTS: dict[type[PenstockError], Facts] = {
     WorkerOverloaded: Facts(retry=True, migrate=True, blames_worker=False, status=OVERLOADED),
     Unavailable: Facts(retry=True, migrate=False, blames_worker=False, status=503),
     BackendInvalidArgument: _WRONG,
+    TransferFailed: Facts(retry=True, migrate=True, blames_worker=False, status=500),
     EngineShutdown: _BROKEN,
     StreamIncomplete: _BROKEN,
 }

@@ -50,9 +50,9 @@ class WorkThreads:
         with CancelScope() as scope:
             forget = None if control is None else control.on_stop(scope.cancel)
             try:
-                await places.acquire_on_behalf_of(job)
-                job.has_place = True
-                with time_held():
+                with time_held():  # also for a place: a thread has it, perhaps one that no task waits for any more
+                    await places.acquire_on_behalf_of(job)
+                    job.has_place = True
                     await to_thread.run_sync(job.run, abandon_on_cancel=True, limiter=unlimited)
             finally:
                 if forget is not None:

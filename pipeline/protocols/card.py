@@ -22,16 +22,20 @@ from .runtime_config import DisaggregatedEndpoint, ModelRuntimeConfig
 from .runtime_config import topology_taint as topology_taint
 
 __all__ = [
+    "ByteLevel",
+    "CheckedFile",
     "DisaggregatedEndpoint",
     "LoraInfo",
     "ModelDeploymentCard",
     "ModelInput",
     "ModelRuntimeConfig",
     "ModelType",
+    "TaggedFile",
     "WorkerType",
 ]
 
 _CHECKSUM = re.compile(r"blake3:[0-9a-f]{64}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 # -- what a worker can do, and its role among the workers of its model
@@ -122,20 +126,26 @@ class CheckedFile:
     """A file by path or URL and the checksum of its content. Raises InvalidRecord for a checksum of another shape."""
 
     path: str
+    """Where the worker has it."""
     checksum: str
     size: int | None = None
+    """In bytes."""
+    sha256: str | None = None
+    """With `size` the name of the object under which other processes find the content; None: there is no object."""
 
     def __attrs_post_init__(self) -> None:
         if not _CHECKSUM.fullmatch(self.checksum):
             raise InvalidRecord("expected blake3: and 64 lower-case hex digits", "checksum")
+        if self.sha256 is not None and not _SHA256.fullmatch(self.sha256):
+            raise InvalidRecord("expected 64 lower-case hex digits", "sha256")
 
     def to_wire(self) -> dict[str, Any]:
-        plain: dict[str, Any] = {"path": self.path, "checksum": self.checksum}
-        return plain if self.size is None else plain | {"size": self.size}
+        plain = {"path": self.path, "checksum": self.checksum, "size": self.size, "sha256": self.sha256}
+        return {name: value for name, value in plain.items() if value is not None}
 
     @classmethod
     def from_wire(cls, value: Any) -> CheckedFile:
-        """Raise InvalidRecord for anything but an object of path, checksum and, if it is given, size."""
+        """Raise InvalidRecord for anything but an object of path, checksum and, if they are given, size and sha256."""
         if not isinstance(value, dict):
             raise InvalidRecord("expected an object with path and checksum")
         for name in ("path", "checksum"):
@@ -144,7 +154,10 @@ class CheckedFile:
         size = value.get("size")
         if size is not None and (type(size) is not int or size < 0):
             raise InvalidRecord("expected a number of bytes", "size")
-        return cls(value["path"], value["checksum"], size)
+        sha256 = value.get("sha256")
+        if sha256 is not None and not isinstance(sha256, str):
+            raise InvalidRecord("expected a string", "sha256")
+        return cls(value["path"], value["checksum"], size, sha256)
 
 
 @frozen
@@ -230,6 +243,16 @@ class LoraInfo:
     max_gpu_lora_count: U32 | None = None
 
 
+@frozen
+class ByteLevel:
+    """The built-in model, whose tokens are bytes: what stands in place of its files."""
+
+    chat_template: str
+    """Jinja source."""
+    checks_token_ids: bool = True
+    """Whether a prompt of ids that are no bytes is refused before it is sent."""
+
+
 @define(slots=True, eq=False)
 class ModelDeploymentCard:
     """A model as one worker serves it. Two cards are equal exactly if what their checksum covers is.
@@ -250,6 +273,7 @@ class ModelDeploymentCard:
     prompt_formatter: PromptFormatterFile | None = None
     chat_template_file: PromptFormatterFile | None = None
     gen_config: GenerationConfigFile | None = None
+    byte_level: ByteLevel | None = None
     prompt_context: list[Any] | None = None
     architectural_max_context_length: U32 | None = None
     context_length: U32 | None = None
@@ -297,6 +321,11 @@ class ModelDeploymentCard:
             return self.worker_type
         return WorkerType.PREFILL if ModelType.Prefill in self.model_type else WorkerType.AGGREGATED
 
+    @property
+    def files(self) -> tuple[TaggedFile | None, ...]:
+        """The files of the model, by which it is known: None for each that it has not."""
+        return (self.model_info, self.tokenizer, self.prompt_formatter, self.chat_template_file, self.gen_config)
+
     def with_projected_context(self) -> ModelDeploymentCard:
         """Return a copy for older readers: the older field holds the effective length, if there is any."""
         return evolve(self, context_length=self.effective_context_length or None)
@@ -306,11 +335,10 @@ class ModelDeploymentCard:
 
         Left out on purpose: runtime settings, user data, adapter, model type and input, and where files are.
         """
-        files = (self.model_info, self.tokenizer, self.prompt_formatter, self.chat_template_file, self.gen_config)
         content = {
             "name": self.display_name,
             "source": self.effective_source_path,
-            "files": [None if tagged is None else tagged.file.checksum for tagged in files],
+            "files": [None if tagged is None else tagged.file.checksum for tagged in self.files],
             "extra_files": sorted([PurePath(extra.path).name, extra.checksum] for extra in self.extra_files),
             "prompt_context": self.prompt_context,
             "context_length": self.effective_context_length,
@@ -322,6 +350,8 @@ class ModelDeploymentCard:
         }
         if self.aliases:
             content["aliases"] = self.aliases
+        if self.byte_level is not None:
+            content["byte_level"] = [self.byte_level.chat_template, self.byte_level.checks_token_ids]
         return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
     def __eq__(self, other: object) -> bool:

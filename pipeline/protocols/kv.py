@@ -37,6 +37,9 @@ KV_EVENTS_TOPIC = "kv-events"
 KV_METRICS_TOPIC = "kv_metrics"
 """Topic of `ActiveLoad`, in the same scope."""
 
+LOADS_EVERY_S = 5.0
+"""A worker publishes its loads when they change, and so often: a router that starts late, or lost one, knows them."""
+
 WORKER_DOMAIN = "worker"
 """The residency domain of blocks in the worker's own cache."""
 

@@ -5,6 +5,7 @@ What is imported under its own name again is for sibling packages; users take th
 
 from .codec import from_json, from_msgpack, from_plain, to_json, to_msgpack, to_plain
 from .codec import is_json_object as is_json_object
+from .codec import is_readable as is_readable
 from .codec import plain_from_json as plain_from_json
 from .codec import plain_from_long_json as plain_from_long_json
 from .codec import plain_to_json as plain_to_json
@@ -14,6 +15,8 @@ from .long_json import WINDOW as WINDOW
 from .long_json import JsonSize as JsonSize
 from .sse import DONE as DONE
 from .sse import SSEDecoder, SSEMessage, encode
+from .token_items import item_to_msgpack as item_to_msgpack
+from .token_items import items_reader as items_reader
 
 __all__ = [
     "SSEDecoder",

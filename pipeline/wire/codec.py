@@ -16,7 +16,7 @@ from uuid import UUID
 
 import attrs
 import msgspec
-from cattrs import Converter
+from cattrs import Converter, StructureHandlerNotFoundError
 from cattrs.fns import identity
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
@@ -27,6 +27,7 @@ from .decoders import (
     Decode,
     HookFor,
     decode_at,
+    decode_bytes,
     decode_enum,
     decode_float,
     decode_uuid,
@@ -214,6 +215,7 @@ def _make_converter() -> Converter:
     converter.register_structure_hook(StrEnum, decode_enum)
     converter.register_structure_hook(float, decode_float)
     converter.register_structure_hook(int, int_decoder(int))  # goes before any factory's
+    converter.register_structure_hook(bytes, decode_bytes)
     converter.register_structure_hook(UUID, decode_uuid)
     converter.register_unstructure_hook(UUID, str)
     converter.register_unstructure_hook(StrEnum, lambda member: member.value)
@@ -283,6 +285,15 @@ def from_plain(value: Any, cls: type[T]) -> T:
         raise InvalidArgument(text, field=place) from None
     except RecursionError:
         raise InvalidArgument("the value is nested too deeply") from None
+
+
+def is_readable(cls: Any) -> bool:
+    """Return whether plain values can be read as this type."""
+    try:
+        _converter.get_structure_hook(cls)
+    except StructureHandlerNotFoundError:
+        return False
+    return True
 
 
 def to_json(value: Any) -> bytes:

@@ -85,6 +85,13 @@ def decode_float(value: Any, _: Any) -> float:
     raise mismatch("a number", value)
 
 
+def decode_bytes(value: Any, _: Any) -> bytes:
+    """Return bytes, which MessagePack has and JSON does not."""
+    if type(value) is bytes:
+        return value
+    raise mismatch("bytes", value)
+
+
 def decode_uuid(value: Any, _: Any) -> UUID:
     try:
         return UUID(value)

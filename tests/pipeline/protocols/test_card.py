@@ -242,6 +242,7 @@ FILE = {"path": "p", "checksum": DIGEST}
     [
         (CheckedFile, FILE),
         (CheckedFile, {**FILE, "size": 5}),
+        (CheckedFile, {**FILE, "size": 5, "sha256": "0f" * 32}),
         (ModelInfoFile, {"hf_config_json": FILE}),
         (TokenizerFile, {"tik_token_model": FILE}),
         (PromptFormatterFile, {"hf_tokenizer_config_json": FILE}),
@@ -266,6 +267,9 @@ def test_the_older_key_of_a_chat_template_is_read() -> None:
         (CheckedFile, {**FILE, "checksum": DIGEST + "0"}, "checksum"),
         (CheckedFile, {**FILE, "checksum": DIGEST + "\n"}, "checksum"),
         (CheckedFile, {**FILE, "size": -1}, "size"),
+        (CheckedFile, {**FILE, "sha256": "../../etc/passwd"}, "sha256"),
+        (CheckedFile, {**FILE, "sha256": "AB" * 32}, "sha256"),
+        (CheckedFile, {**FILE, "sha256": 1}, "sha256"),
         (CheckedFile, "p", ""),
         (ModelInfoFile, {"hf_config_json": {"path": 1}}, "hf_config_json.path"),
         (ModelInfoFile, {"hf_config_json": "p"}, "hf_config_json"),

@@ -20,7 +20,7 @@ from pipeline.protocols import (
     StopConditions,
 )
 from pipeline.protocols.output import PromptLogprobEntry, PromptLogprobs
-from pipeline.wire import from_json, from_msgpack, from_plain, to_json, to_msgpack, to_plain
+from pipeline.wire import from_json, from_msgpack, from_plain, is_readable, to_json, to_msgpack, to_plain
 
 
 @pytest.mark.parametrize(
@@ -211,3 +211,19 @@ def test_a_plain_integer_field_takes_integers_only(value: object) -> None:
     with pytest.raises(InvalidArgument) as caught:
         from_plain({"count": value}, PlainInteger)
     assert caught.value.field == "count"
+
+
+def test_bytes_are_read_from_bytes_only() -> None:
+    assert from_msgpack(to_msgpack([b"a"]), list[bytes]) == [b"a"]
+    for other in (10**12, "a", [1]):
+        with pytest.raises(InvalidArgument, match="expected bytes"):
+            from_plain(other, bytes)
+
+
+def test_whether_a_type_can_be_read_is_known_beforehand() -> None:
+    class Foreign:
+        pass
+
+    assert is_readable(PreprocessedRequest)
+    assert not is_readable(Foreign)
+    assert not is_readable(list[Foreign])

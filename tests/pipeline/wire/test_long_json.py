@@ -40,7 +40,7 @@ def outcome(decode: Any, text: bytes) -> Any:
 
 
 @given(WHOLES, st.booleans(), st.sampled_from([None, 1]), st.integers(64, 200))
-@settings(max_examples=150)
+@settings(max_examples=3 * settings().max_examples // 2)
 def test_the_value_of_all_pieces_is_that_of_the_whole(value: Any, ascii_only: bool, indent: Any, window: int) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent).encode("utf-8", "surrogatepass")
     whole = outcome(plain_from_json, text)
@@ -58,7 +58,7 @@ def longest_names(value: Any) -> int:
 
 
 @given(st.integers(0, 300), TEXTS, st.randoms(use_true_random=False))
-@settings(max_examples=150)
+@settings(max_examples=3 * settings().max_examples // 2)
 @example(1, "", random.Random(0))
 def test_a_damaged_text_is_refused_in_pieces_as_it_is_whole(ids: int, text: str, chance: random.Random) -> None:
     """One byte is replaced, removed or doubled: either both ways read the same value, or both find the fault."""
@@ -159,7 +159,7 @@ def counts(value: Any) -> tuple[int, int, int]:
 
 
 @given(WHOLES, st.integers(1, 70))
-@settings(max_examples=150)
+@settings(max_examples=3 * settings().max_examples // 2)
 def test_a_text_is_counted_the_same_in_whatever_parts_it_arrives(value: Any, window: int) -> None:
     size = size_of(json.dumps(value).encode(), window)
     values, parts, depth = counts(value)

@@ -180,6 +180,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     return records(kind)
 
 
+@cache
 def records(cls: type) -> st.SearchStrategy[Any]:
     if cls in SPECIAL:
         return SPECIAL[cls]
@@ -198,7 +199,7 @@ def records(cls: type) -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.parametrize("cls", RECORDS, ids=lambda cls: cls.__name__)
-@settings(max_examples=25)
+@settings(max_examples=settings().max_examples // 4)
 @given(data=st.data())
 def test_a_record_is_read_back_as_it_was_written(cls: type, data: st.DataObject) -> None:
     record = data.draw(records(cls))
@@ -228,7 +229,7 @@ def refusal(value: Any, cls: type) -> InvalidArgument | None:
 
 
 @pytest.mark.parametrize("cls", RECORDS, ids=lambda cls: cls.__name__)
-@settings(max_examples=25)
+@settings(max_examples=settings().max_examples // 4)
 @given(value=JSON, data=st.data())
 def test_anything_but_a_record_is_one_invalid_argument(cls: type, value: Any, data: st.DataObject) -> None:
     fields = [key_of(field) for field in attrs.fields(cls)]

@@ -1,0 +1,111 @@
+"""The usual item of a token stream, past the general codec: the same bytes, the same records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline import Annotated, Disconnected
+from pipeline.errors import CodecError, InvalidArgument
+from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput
+from pipeline.wire import from_msgpack, item_to_msgpack, items_reader, to_msgpack, token_items
+
+KIND: Any = Annotated[LLMEngineOutput]
+
+token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+indexes = st.none() | st.integers(0, 300)
+usual = st.builds(lambda ids, index: Annotated(LLMEngineOutput(ids, index=index)), token_ids, indexes)
+others = st.sampled_from(
+    [
+        Annotated(LLMEngineOutput([1], text="a")),
+        Annotated(LLMEngineOutput([1], tokens=["a", None])),
+        Annotated(LLMEngineOutput([1], output_type="audio")),
+        Annotated(LLMEngineOutput([1], content_parts=[])),
+        Annotated(LLMEngineOutput([1], log_probs=[-0.5], cum_log_probs=-0.5)),
+        Annotated(LLMEngineOutput([1], top_logprobs=[[]])),
+        Annotated(LLMEngineOutput([], finish_reason=FinishReason.STOP, stop_reason=7)),
+        Annotated(LLMEngineOutput([], completion_usage=CompletionUsage(1, 2, 3))),
+        Annotated(LLMEngineOutput([1], engine_data={"a": 1}, extra_args=[1], disaggregated_params="x")),
+        Annotated(LLMEngineOutput([1], encoder_result={})),
+        Annotated(LLMEngineOutput([1]), id="7"),
+        Annotated(LLMEngineOutput([1]), event="e", comment=["c"]),
+        Annotated[Any].from_error(Disconnected("lost")),
+        Annotated(),
+    ]
+)
+items = usual | others
+
+
+@given(items)
+def test_the_bytes_are_those_of_the_general_codec(item: Any) -> None:
+    assert item_to_msgpack(item) == to_msgpack(item)
+
+
+@given(st.lists(items, max_size=40))
+def test_items_read_are_those_of_the_general_codec(given_items: list[Any]) -> None:
+    body = to_msgpack([*map(_plain, given_items)])
+    read = items_reader(KIND)(body)
+    assert to_msgpack(read) == body
+    assert [item.data for item in read] == [item.data for item in from_msgpack(body, list[KIND])]
+
+
+def _plain(item: Any) -> Any:
+    return msgspec.msgpack.decode(to_msgpack(item))
+
+
+@given(st.lists(usual, min_size=1, max_size=3), st.data())
+def test_changed_bytes_read_as_the_general_codec_reads_them(given_items: list[Any], data: st.DataObject) -> None:
+    body = bytearray(to_msgpack([*map(_plain, given_items)]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(body) - 1))
+        body[at : at + data.draw(st.integers(0, 1))] = data.draw(st.binary(max_size=3))
+    changed = bytes(body)
+    assert _outcome(items_reader(KIND), changed) == _outcome(lambda b: from_msgpack(b, list[KIND]), changed)
+
+
+def _outcome(read: Callable[[bytes], Any], body: bytes) -> Any:
+    try:
+        return read(body)
+    except InvalidArgument:
+        return InvalidArgument
+
+
+def test_the_usual_items_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = to_msgpack([_plain(Annotated(LLMEngineOutput([n], index=n))) for n in range(100)])
+    one = to_msgpack([_plain(Annotated(LLMEngineOutput([7])))])
+    monkeypatch.delattr(token_items, "from_msgpack")
+    monkeypatch.delattr(token_items, "to_msgpack")
+    read = items_reader(KIND)
+    assert [item.data.index for item in read(body)] == list(range(100))
+    assert read(one)[0].data.token_ids == [7]
+    assert item_to_msgpack(read(one)[0]) == one[1:]
+
+
+@pytest.mark.parametrize("ids", [None, "ab", [object()], [2**70]])
+def test_what_is_no_list_of_token_ids_is_written_or_refused_as_by_the_general_codec(ids: Any) -> None:
+    item = Annotated(LLMEngineOutput(ids))
+    assert _written(item_to_msgpack, item) == _written(to_msgpack, item)
+
+
+def _written(write: Callable[[Any], bytes], item: Any) -> Any:
+    try:
+        return write(item)
+    except CodecError:
+        return CodecError
+
+
+def test_items_of_no_type_are_plain_values() -> None:
+    assert items_reader(Any)(to_msgpack([1, {"a": [2]}])) == [1, {"a": [2]}]
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_items_or_an_invalid_argument(body: bytes) -> None:
+    for kind in (KIND, Any, int):
+        with suppress(InvalidArgument):
+            assert isinstance(items_reader(kind)(body), list)
