@@ -1,0 +1,98 @@
+"""TcpServing: an engine that serves the calls of one instance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+
+from pipeline import AsyncEngine, Context, Disconnected, InvalidArgument, to_error
+from pipeline.foreign import raise_if_ours
+from pipeline.wire import from_plain, item_to_msgpack
+
+from ..names import Instance
+from ..requests import CallMeter, MeteredCall, Serving
+from .messages import CallHead
+from .service import ServedCall
+
+
+class TcpServing(Serving):
+    """Each request has a context of its own, which the caller's stop and kill reach.
+
+    `takes` is the type of the payloads. `on_refuse` is called when no new calls are taken any more.
+    """
+
+    def __init__(
+        self,
+        instance: Instance,
+        engine: AsyncEngine[Any, Any],
+        takes: Any,
+        meter: CallMeter | None,
+        on_refuse: Callable[[TcpServing], object],
+    ) -> None:
+        self.instance = instance
+        self._engine = engine
+        self._takes = takes
+        self._meter = meter
+        self._on_refuse = on_refuse
+        self._calls: dict[ServedCall, None] = {}  # in the order they came, which is that in which they are cut
+        self._idle = anyio.Event()
+
+    @property
+    def running(self) -> int:
+        return len(self._calls)
+
+    def refuse(self) -> None:
+        self._on_refuse(self)
+
+    async def drained(self) -> None:
+        while self._calls:
+            await self._idle.wait()
+
+    def cut(self) -> None:
+        self.refuse()
+        for call in list(self._calls):
+            call.cut(Disconnected(f"{self.instance} was lost"))
+
+    async def take(self, call: ServedCall, head: CallHead) -> None:
+        """Serve a call to its end."""
+        try:
+            payload = from_plain(head.payload, self._takes)
+        except InvalidArgument as error:
+            call.fail(error)
+            return
+        request = call.context(head, payload)
+        metered = None if self._meter is None else self._meter.begun(payload)
+        if not self._calls:
+            self._idle = anyio.Event()
+        self._calls[call] = None
+        try:
+            await self._answer(call, request, metered)
+            call.end()
+        except BaseException as error:
+            raise_if_ours(error)
+            if self._meter is not None:
+                self._meter.failed()
+            call.fail(to_error(error))
+        finally:
+            self._end(call, metered)
+
+    async def _answer(self, call: ServedCall, request: Context[Any], metered: MeteredCall | None) -> None:
+        async with await self._engine.generate(request) as stream:
+            call.begin()
+            async for item in stream:
+                if metered is not None:
+                    try:  # noqa: SIM105  # as in the embedded runtime
+                        metered.tokens += len(item.data.token_ids)
+                    except (AttributeError, TypeError):
+                        pass
+                if not call.send_item(item_to_msgpack(item)):
+                    await call.room()
+
+    def _end(self, call: ServedCall, metered: MeteredCall | None) -> None:
+        self._calls.pop(call, None)
+        if self._meter is not None and metered is not None:
+            self._meter.ended(metered, cancelled=call.was_stopped)
+        if not self._calls:
+            self._idle.set()
