@@ -1,0 +1,290 @@
+"""What a process publishes: its publishers in the store, and a queue for each process that reads a channel of it.
+
+publish, in any thread ──► numbered in the loop ──► local subscribers
+                                               └──► one queue a reader: bounded, the oldest dropped ──► its stream
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from functools import partial
+from random import Random
+from threading import RLock
+from typing import Any
+from weakref import finalize
+
+import anyio
+
+from pipeline import Context, StreamClosed, function_engine
+from pipeline.errors import CodecError
+from pipeline.loop import LoopHandle, Wakeup
+from pipeline.rx import AnyIOScheduler
+from pipeline.wire import to_json, to_msgpack
+
+from ..discovery import Store
+from ..events import Event, Publisher, encode_event, encode_frame
+from ..names import MAX_ID, Instance
+from ..requests import RequestPlane, Serving
+from .channels import (
+    SERVED_AT,
+    Channel,
+    ChannelRecord,
+    ChannelRequest,
+    DirectEventLimits,
+    EventBatch,
+    PublisherState,
+    channel_key,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class ReaderQueue:
+    """The events that wait for one reader of a channel. For one loop and one reading task."""
+
+    def __init__(self, publishers: list[PublisherState], limits: DirectEventLimits) -> None:
+        self._limits = limits
+        self._first: list[PublisherState] | None = publishers
+        self._events: deque[tuple[bytes, int, int]] = deque()
+        """Each with its publisher and its number."""
+        self._dropped: dict[int, int] = {}
+        """Of publishers whose events were dropped: the number behind the last of these."""
+        self._news = Wakeup()
+        self._is_closed = False
+        self.size_bytes = 0
+        """Bytes that wait."""
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def push(self, frame: bytes, publisher_id: int, sequence: int) -> None:
+        """Append an event; drop the oldest ones while there are too many."""
+        events, limits = self._events, self._limits
+        events.append((frame, publisher_id, sequence))
+        self.size_bytes += len(frame)
+        while len(events) > limits.events or (self.size_bytes > limits.size_bytes and len(events) > 1):
+            oldest, dropped_id, number = events.popleft()
+            self.size_bytes -= len(oldest)
+            self._dropped[dropped_id] = number + 1
+        self._news.wake()
+
+    def close(self) -> None:
+        """End the stream after what waits."""
+        self._is_closed = True
+        self._news.wake()
+
+    async def batches(self, context: Context[Any]) -> AsyncGenerator[EventBatch, None]:
+        """Yield the publishers' states, then events as they come, until the queue is closed or the request stopped.
+
+        Where events were dropped, the next item has the states of their publishers: these may publish nothing more.
+        """
+        forget = context.control.on_stop(self.close)
+        try:
+            if self._first is not None:
+                states, self._first = self._first, None
+                yield EventBatch(states)
+            while True:
+                while self._events:
+                    yield self._next_batch()
+                if self._is_closed:
+                    return
+                await self._news.wait()
+        finally:
+            forget()
+
+    def _next_batch(self) -> EventBatch:
+        events, dropped, self._dropped = self._events, self._dropped, {}
+        frames: list[Any] = [events.popleft()[0] for _ in range(min(len(events), self._limits.batch_events))]
+        self.size_bytes -= sum(map(len, frames))
+        return EventBatch([PublisherState(*state) for state in dropped.items()], frames)
+
+
+class PublishedChannels:
+    """See the module. Used in the loop it was opened in. `deliver` is called with each event, for local
+    subscribers, and whether events before it were dropped."""
+
+    def __init__(
+        self,
+        store: Store,
+        scheduler: AnyIOScheduler,
+        limits: DirectEventLimits,
+        deliver: Callable[[Channel, Event[Any], bool], None],
+        wall_ms: Callable[[], int],
+        rng: Random,
+    ) -> None:
+        self.server: Instance | None = None
+        """Where this process serves its channels; None before it is open."""
+        self._store, self._scheduler, self._limits = store, scheduler, limits
+        self._deliver, self._wall_ms, self._rng = deliver, wall_ms, rng
+        self._handle: LoopHandle | None = None
+        self._serving: Serving | None = None
+        self._publishers: dict[Channel, dict[int, int]] = {}
+        """The next number of each publisher."""
+        self._readers: dict[Channel, list[ReaderQueue]] = {}
+        self._is_closed = False
+
+    @property
+    def readers(self) -> int:
+        """Number of streams to other processes."""
+        return sum(map(len, self._readers.values()))
+
+    @property
+    def publishers(self) -> int:
+        """Number of publishers."""
+        return sum(map(len, self._publishers.values()))
+
+    async def open(self, requests: RequestPlane) -> None:
+        """Serve the channels. Raise as `RequestPlane.serve`."""
+        self._handle = LoopHandle()
+        wanted = Instance.of(SERVED_AT, self._rng.randint(1, MAX_ID))
+        self.server, self._serving = await requests.serve(wanted, function_engine(self._read))
+
+    def publisher(self, channel: Channel) -> Publisher:
+        """Return a new publisher, which is removed when the object is dropped.
+
+        Raise StreamClosed before `open`, and InvalidArgument for names without a key.
+        """
+        handle, server = self._handle, self.server
+        if handle is None or server is None:
+            raise StreamClosed("this event plane is not open")
+        publisher_id = self._rng.randint(1, MAX_ID)
+        key = channel_key(channel, publisher_id)
+        publisher = _DirectPublisher(self, handle, channel, publisher_id, self._limits.events)
+        if not self._is_closed:
+            self._publishers.setdefault(channel, {})[publisher_id] = 0
+            value = to_json(ChannelRecord(*channel, publisher_id, server))
+            self._scheduler.spawn(partial(self._register, channel, publisher_id, key, value))
+            dropped = finalize(publisher, handle.run_soon, lambda: self._drop(channel, publisher_id))
+            dropped.atexit = False
+        return publisher
+
+    def publish(self, channel: Channel, publisher_id: int, payload: object, skipped: int) -> None:
+        """Number the payload, after `skipped` numbers, and deliver it. Raise CodecError if it has no MessagePack form
+        and another process reads the channel."""
+        numbers = self._publishers.get(channel, {})
+        if (sequence := numbers.get(publisher_id)) is None:
+            return
+        sequence += skipped
+        numbers[publisher_id] = sequence + 1
+        event = Event(publisher_id, sequence, self._wall_ms(), channel[1], payload)
+        try:
+            if readers := self._readers.get(channel):
+                at_ms, topic = event.published_at_ms, event.topic
+                frame = encode_frame(encode_event(Event(publisher_id, sequence, at_ms, topic, to_msgpack(payload))))
+                for reader in readers:
+                    reader.push(frame, publisher_id, sequence)
+        finally:
+            self._deliver(channel, event, skipped > 0)
+
+    async def close(self) -> None:
+        """Remove the publishers from the store and end the streams. What fails is logged: it lapses by itself."""
+        self._is_closed = True
+        keys = [channel_key(channel, one) for channel, numbers in self._publishers.items() for one in numbers]
+        self._publishers.clear()
+        for readers in self._readers.values():
+            for reader in readers:
+                reader.close()
+        try:
+            with anyio.move_on_after(self._limits.close_s, shield=True):
+                async with anyio.create_task_group() as tasks:
+                    for key in keys:
+                        tasks.start_soon(self._remove, key)
+        finally:
+            if self._serving is not None:
+                self._serving.cut()
+
+    # -- inside
+
+    async def _read(self, request: ChannelRequest, context: Context[ChannelRequest]) -> AsyncIterator[EventBatch]:
+        channel = (request.scope, request.topic)
+        numbers = self._publishers.get(channel, {})
+        queue = ReaderQueue([PublisherState(*state) for state in numbers.items()], self._limits)
+        self._readers.setdefault(channel, []).append(queue)
+        try:
+            async with aclosing(queue.batches(context)) as batches:
+                async for batch in batches:
+                    yield batch
+        finally:
+            self._readers[channel].remove(queue)
+            if not self._readers[channel]:
+                del self._readers[channel]
+
+    def _is_live(self, channel: Channel, publisher_id: int) -> bool:
+        return publisher_id in self._publishers.get(channel, {})
+
+    def _drop(self, channel: Channel, publisher_id: int) -> None:
+        """Forget a publisher that was dropped."""
+        if not self._is_live(channel, publisher_id):
+            return
+        del self._publishers[channel][publisher_id]
+        if not self._publishers[channel]:
+            del self._publishers[channel]
+        try:
+            self._scheduler.spawn(lambda scope: self._remove(channel_key(channel, publisher_id), scope))
+        except StreamClosed:  # the runtime was left, and its keys with it
+            _log.debug("a publisher was dropped after its runtime")
+
+    async def _register(
+        self, channel: Channel, publisher_id: int, key: str, value: bytes, scope: anyio.CancelScope
+    ) -> None:
+        """Write the publisher's record, as often as it takes; if the publisher is dropped meanwhile, there is none."""
+        delay_s, level = self._limits.first_delay_s, logging.WARNING
+        with scope:
+            while self._is_live(channel, publisher_id):
+                try:
+                    await self._store.create(key, value)
+                    break
+                except Exception as error:
+                    _log.log(level, "%s is not registered, tried again in %g s: %s", key, delay_s, error)
+                    level = logging.DEBUG
+                await anyio.sleep(delay_s)
+                delay_s = min(2 * delay_s, self._limits.longest_delay_s)
+            if not self._is_live(channel, publisher_id):
+                await self._remove(key)
+
+    async def _remove(self, key: str, scope: anyio.CancelScope | None = None) -> None:
+        with scope or anyio.CancelScope():
+            try:
+                await self._store.delete(key)
+            except Exception as error:
+                _log.info("%s is not removed and will lapse: %s", key, error)
+
+
+class _DirectPublisher(Publisher):
+    def __init__(
+        self, channels: PublishedChannels, handle: LoopHandle, channel: Channel, publisher_id: int, limit: int
+    ) -> None:
+        self.publisher_id = publisher_id
+        self._channels, self._handle, self._channel, self._limit = channels, handle, channel, limit
+        self._lock = RLock()  # a signal handler may publish, too
+        self._waiting: deque[object] = deque()
+        self._skipped = 0
+        self._is_scheduled = False
+
+    def publish(self, payload: object) -> None:
+        with self._lock:
+            self._waiting.append(payload)
+            if len(self._waiting) > self._limit:  # other threads publish faster than the loop delivers
+                self._waiting.popleft()
+                self._skipped += 1
+            if self._is_scheduled:
+                return
+            self._is_scheduled = True
+        self._handle.run(self._deliver)
+
+    def _deliver(self) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, deque()
+            skipped, self._skipped, self._is_scheduled = self._skipped, 0, False
+        problem: CodecError | None = None
+        for payload in waiting:
+            try:
+                self._channels.publish(self._channel, self.publisher_id, payload, skipped)
+            except CodecError as error:  # the others are delivered
+                problem = error
+            skipped = 0
+        if problem is not None:
+            raise problem
