@@ -7,8 +7,10 @@ from .discovery import Added as Added
 from .discovery import Model
 from .discovery import Removed as Removed
 from .discovery import TaintsUpdated as TaintsUpdated
-from .events import Event, EventPlane, Scope
+from .events import Event, EventPlane, Missed, Scope
 from .names import EndpointId, Instance
+from .objects import ObjectName, Objects
+from .objects import name_of as name_of
 from .runtime import Runtime, Served
 from .workers import EndpointWorkers, Workers, static_workers
 from .workers import Ids as Ids
@@ -20,7 +22,10 @@ __all__ = [
     "Event",
     "EventPlane",
     "Instance",
+    "Missed",
     "Model",
+    "ObjectName",
+    "Objects",
     "Runtime",
     "Scope",
     "Served",

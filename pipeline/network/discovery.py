@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, TypeVar
 
 import anyio
+from anyio.lowlevel import checkpoint
 from attrs import asdict, evolve, frozen
 
 from pipeline import InvalidArgument, Unavailable
@@ -68,6 +69,10 @@ class Store(ABC):
     A key lives as long as the process that wrote it last keeps renewing it, which the store does by itself. A key
     abandoned by a crash expires within the store's time to live. No call waits for ever.
     """
+
+    async def open(self) -> None:
+        """Connect. Called once, before anything else. Raise CannotConnect if the store cannot be reached."""
+        await checkpoint()
 
     @abstractmethod
     async def create(self, key: str, value: bytes) -> Written:
@@ -222,13 +227,14 @@ class Discovery:
         """Set the caller's taints on the base card of an instance of this runtime; those of its topology stay.
 
         Raise InvalidArgument for a card of another runtime and for a reserved taint that is not the card's own, and
-        Unavailable if others kept changing the card.
+        Unavailable if others kept changing the card, or if it is not in the store now, as after an outage.
         """
         key = f"{MODELS}/{instance_key(endpoint, instance_id)}"
         if key not in self._shares:
             raise InvalidArgument(f"this process has no card at {endpoint.path}/{instance_id}")
         wanted = frozenset(taints)
-        await self._replace(key, lambda known: to_json(_with_taints(from_json(known, Model), wanted)))
+        if not await self._replace(key, lambda known: to_json(_with_taints(from_json(known, Model), wanted))):
+            raise Unavailable(f"{key} is not there now")
 
     async def instances(self, prefix: str = "") -> list[Instance]:
         """Return all, or those of a namespace, component or endpoint, given as its path (`ns/comp`)."""
@@ -305,7 +311,7 @@ def conflict(known: Iterable[Model], new: Model) -> str | None:
     Base cards share the display name. An adapter belongs to a base model, known by its source path.
     """
     for other in known:
-        if other.key == new.key:
+        if (other.instance_id, other.suffix) == (new.instance_id, new.suffix):
             continue
         if other.suffix is None and new.suffix is None:
             fits = other.card.display_name == new.card.display_name

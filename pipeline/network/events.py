@@ -1,8 +1,12 @@
 """The event plane: events published to the present subscribers, without an answer or a delivery guarantee.
 
     publisher(scope, topic).publish(fact)  ──►  subscribe(scope, topic, type) ──► Observable[Event]
+                                                missed(scope, topic) ──► Observable[Missed]: a snapshot is due
 
-Source: dynamo lib/runtime/src/transports/event_plane. Each publisher numbers its events: a gap shows loss.
+Source: dynamo lib/runtime/src/transports/event_plane. Each publisher numbers its events: a gap shows loss. Other than
+there, the plane finds the gaps, also those that no later event shows.
+
+Sequences: finds gaps and repetitions in what arrives.
 
 Events as bytes: an envelope in MessagePack inside a frame of version and length.
 
@@ -18,10 +22,11 @@ from __future__ import annotations
 import logging
 import struct
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
+from anyio.lowlevel import checkpoint
 from attrs import frozen
 
 from pipeline.errors import InvalidArgument, InvalidMessage
@@ -59,6 +64,14 @@ class Event(Generic[T]):
     payload: T
 
 
+@frozen
+class Missed:
+    """Events may have been lost on their way here: what is known from events is due for a snapshot."""
+
+    publisher_id: int | None = None
+    """Their publisher; None: any of the topic."""
+
+
 class Publisher(ABC):
     """Publishes to one scope and topic under its own id, numbering events from 0."""
 
@@ -72,6 +85,10 @@ class Publisher(ABC):
 class EventPlane(ABC):
     """See the module. Publisher ids are random and at most 2^53 - 1."""
 
+    async def open(self) -> None:
+        """Connect. Called once, before anything else. Raise CannotConnect if that is not possible."""
+        await checkpoint()
+
     @abstractmethod
     def publisher(self, scope: Scope, topic: str) -> Publisher:
         """Return a new publisher."""
@@ -83,9 +100,52 @@ class EventPlane(ABC):
         Disposing ends the subscription. The exception of a subscriber does not affect others.
         """
 
+    def missed(self, scope: Scope, topic: str) -> Observable[Missed]:
+        """Return when events published there may not have come to the subscribers of this process, while it has some.
+
+        A loss is reported once, before the publisher's next event. A plane that connects to publishers after the
+        subscription reports those that had published before. This one reports nothing: it is for planes without loss.
+        """
+        return Observable(lambda observer, _: Disposable())
+
     @abstractmethod
     async def close(self) -> None:
         """Complete all subscriptions."""
+
+
+class Sequences:
+    """The numbers that are expected of the publishers of a topic, by which loss and repetition show.
+
+    At most `limit` publishers are known, those of the last events; one that was forgotten begins with a gap.
+    """
+
+    def __init__(self, limit: int = 10_000) -> None:
+        self._limit = limit
+        self._expected: OrderedDict[int, int] = OrderedDict()
+
+    def take(self, publisher_id: int, sequence: int) -> Literal["next", "gap", "repeated"]:
+        """Return how the event relates to those taken before. An unknown publisher is expected to begin with 0."""
+        expected = self._expected.get(publisher_id, 0)
+        if sequence < expected:
+            return "repeated"
+        self._expect(publisher_id, sequence + 1)
+        return "next" if sequence == expected else "gap"
+
+    def skip_to(self, publisher_id: int, next_sequence: int) -> bool:
+        """Expect that number next; return whether events before it were not taken."""
+        is_gap = self._expected.get(publisher_id, 0) != next_sequence
+        self._expect(publisher_id, next_sequence)
+        return is_gap
+
+    def forget(self, publisher_id: int) -> None:
+        """Forget the publisher."""
+        self._expected.pop(publisher_id, None)
+
+    def _expect(self, publisher_id: int, sequence: int) -> None:
+        self._expected[publisher_id] = sequence
+        self._expected.move_to_end(publisher_id)
+        if len(self._expected) > self._limit:
+            self._expected.popitem(last=False)
 
 
 FRAME_VERSION = 1

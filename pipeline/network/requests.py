@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from anyio.lowlevel import checkpoint
 from attrs import define
 
 from pipeline import AsyncEngine, CannotConnect
@@ -50,6 +51,10 @@ class Serving(ABC):
 
 class RequestPlane(ABC):
     """See the module."""
+
+    async def open(self) -> None:
+        """Listen for callers. Called once, before anything else. Raise CannotConnect if that is not possible."""
+        await checkpoint()
 
     @abstractmethod
     async def serve(self, instance: Instance, engine: AsyncEngine[Any, Any]) -> tuple[Instance, Serving]:

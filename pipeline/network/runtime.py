@@ -22,15 +22,18 @@ from pipeline import AsyncEngine, InvalidArgument, StreamClosed, Unavailable
 from pipeline.protocols.card import ModelDeploymentCard
 from pipeline.rx import AnyIOScheduler
 
+from .backends import Planes, Site, in_process_planes, planes_at
 from .discovery import Discovery, Lease, Model, Store
 from .events import EventPlane
-from .inprocess import InProcessEventPlane, InProcessRequestPlane, InProcessStore
 from .names import MAX_ID, EndpointId, Instance
+from .objects import InProcessObjects, Objects
 from .requests import RequestPlane, Serving
 from .workers import EndpointWorkers
 
 if TYPE_CHECKING:
     from pipeline.telemetry import Metrics
+
+    from .tcp import TcpOptions
 
 
 _log = logging.getLogger(__name__)
@@ -151,6 +154,7 @@ class Runtime:
         events: EventPlane,
         scheduler: AnyIOScheduler,
         *,
+        objects: Objects | None = None,
         rng: Random,
         graceful_timeout_s: float = GRACEFUL_TIMEOUT_S,
     ) -> None:
@@ -158,6 +162,8 @@ class Runtime:
         self.discovery = Discovery(store)
         self.requests = requests
         self.events = events
+        self.objects = InProcessObjects() if objects is None else objects
+        self._planes = (store, requests, events, self.objects)
         self.scheduler = scheduler
         self.graceful_timeout_s = graceful_timeout_s
         self._rng = rng
@@ -182,14 +188,41 @@ class Runtime:
         An abandoned instance stays visible for `lease_ttl_s`. `wall_ms` dates events, by default with the loop's clock;
         `metrics`, of the component family, count requests.
         """
-        rng, scheduler = rng or Random(), AnyIOScheduler()
-        events = InProcessEventPlane(wall_ms or (lambda: round(scheduler.now.timestamp() * 1000)), rng)
+        site = _site(rng, lease_ttl_s, wall_ms, metrics)
+        return cls._of(in_process_planes(site), site, graceful_timeout_s)
+
+    @classmethod
+    def at(
+        cls,
+        url: str,
+        *,
+        tcp: TcpOptions | None = None,
+        rng: Random | None = None,
+        wall_ms: Callable[[], int] | None = None,
+        graceful_timeout_s: float = GRACEFUL_TIMEOUT_S,
+        lease_ttl_s: float = LEASE_TTL_S,
+        metrics: Metrics | None = None,
+    ) -> Self:
+        """Return a process's part in the deployment at the URL: `memory`, `file:FOLDER` or `nats://HOST:PORT`.
+
+        `tcp`: where it listens for other processes, and with which it speaks; by default on this machine, with all. A
+        process that is gone stays visible for `lease_ttl_s`, a whole number with NATS and the same in all processes.
+        `wall_ms` dates events, by default with the loop's clock; `metrics`, of the component family, count requests.
+
+        Raise InvalidArgument for another URL. Entering raises CannotConnect if what the URL names cannot be reached.
+        """
+        site = _site(rng, lease_ttl_s, wall_ms, metrics)
+        return cls._of(planes_at(url, site, tcp), site, graceful_timeout_s)
+
+    @classmethod
+    def _of(cls, planes: Planes, site: Site, graceful_timeout_s: float) -> Self:
         return cls(
-            InProcessStore(scheduler, lease_ttl_s),
-            InProcessRequestPlane(metrics),
-            events,
-            scheduler,
-            rng=rng,
+            planes.store,
+            planes.requests,
+            planes.events,
+            site.scheduler,
+            objects=planes.objects,
+            rng=site.rng,
             graceful_timeout_s=graceful_timeout_s,
         )
 
@@ -197,6 +230,12 @@ class Runtime:
         if self._was_left:
             raise StreamClosed("this runtime was left: make another")
         await self.scheduler.__aenter__()
+        try:
+            for plane in self._planes:
+                await plane.open()
+        except BaseException as error:
+            await self._close(type(error), error, error.__traceback__)
+            raise
         self._is_open = True
         return self
 
@@ -214,13 +253,20 @@ class Runtime:
         finally:
             for one in served:
                 one.cut()
-            try:
-                with anyio.move_on_after(_CLOSE_TIMEOUT_S, shield=True):
-                    async with AsyncExitStack() as planes:
-                        for plane in (self.events, self._store, self.requests):  # the last one first
-                            planes.push_async_callback(plane.close)
-            finally:
-                ended = await self.scheduler.__aexit__(kind, error, trace)
+            ended = await self._close(kind, error, trace)
+        return ended
+
+    async def _close(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        self._was_left = True
+        try:
+            with anyio.move_on_after(_CLOSE_TIMEOUT_S, shield=True):
+                async with AsyncExitStack() as planes:
+                    for plane in (self.objects, self.events, self._store, self.requests):  # the last one first
+                        planes.push_async_callback(plane.close)
+        finally:
+            ended = await self.scheduler.__aexit__(kind, error, trace)
         return ended
 
     async def serve(
@@ -284,3 +330,9 @@ class Runtime:
         while Instance.of(endpoint, instance_id).key in self.served:
             instance_id = self.new_instance_id()
         return instance_id
+
+
+def _site(rng: Random | None, lease_ttl_s: float, wall_ms: Callable[[], int] | None, metrics: Metrics | None) -> Site:
+    scheduler = AnyIOScheduler()
+    dates = wall_ms or (lambda: round(scheduler.now.timestamp() * 1000))
+    return Site(scheduler, rng or Random(), lease_ttl_s, dates, metrics)

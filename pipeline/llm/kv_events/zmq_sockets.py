@@ -30,6 +30,8 @@ _MESSAGES_PER_TURN = 32
 """So many messages, of some 60 µs each, are taken before other tasks have their turn."""
 _LOOK_EVERY_S = 0.5
 """How often at least the connection is looked at."""
+_LOOK_SOON_S = 0.01
+"""The first look after a change of the connection, which no descriptor signals; each wait is twice the one before."""
 _QUEUED_MESSAGES = 2**14
 """Messages that wait in a socket while the program does something else; further ones are dropped by the sender."""
 _HEARTBEAT_MS, _HEARTBEAT_LOST_MS = 5000, 15_000
@@ -64,6 +66,7 @@ class EventSockets:
         self._connect(self._live, endpoint, "endpoint")
         self._descriptor: Any = self._live.getsockopt(zmq.FD)
         self._taken = 0
+        self._look_s = _LOOK_SOON_S
 
     @classmethod
     @contextmanager
@@ -82,21 +85,23 @@ class EventSockets:
             self._taken += 1
             if self._taken % _MESSAGES_PER_TURN == 0:
                 await checkpoint()
-                if (link := self._watch.change()) is not None:
+                if (link := self._change()) is not None:
                     return link
             if (frames := _received(self._zmq, self._live)) is not None:
                 return frames
             # The descriptor only signals a change, so messages that are there are taken before it is waited for.
-            if (link := self._watch.change()) is not None:
+            if (link := self._change()) is not None:
                 return link
-            with anyio.move_on_after(_LOOK_EVERY_S):
+            with anyio.move_on_after(self._look_s):
                 await anyio.wait_readable(self._descriptor)
+            self._look_s = min(2 * self._look_s, _LOOK_EVERY_S)
 
     def reconnect(self) -> None:
         """Make a connection that was cut anew."""
         with suppress(self._zmq.ZMQError):
             self._live.disconnect(self.endpoint)  # else connecting does nothing
         self._live.connect(self.endpoint)
+        self._look_s = _LOOK_SOON_S
 
     @contextmanager
     def replay(self, endpoint: str, first_sequence: int) -> Iterator[Replay]:
@@ -109,8 +114,14 @@ class EventSockets:
         finally:
             socket.close(linger=0)
 
+    def _change(self) -> Link | None:
+        if (link := self._watch.change()) is not None:
+            self._look_s = _LOOK_SOON_S
+        return link
+
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.setsockopt(self._zmq.IPV6, 1)  # beside IPv4; without it, connecting to IPv6 fails without an error
         socket.setsockopt(self._zmq.RCVHWM, _QUEUED_MESSAGES)
         socket.setsockopt(self._zmq.MAXMSGSIZE, self._message_bytes)
         socket.setsockopt(self._zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -18,17 +19,20 @@ from pipeline.network.inprocess import InProcessStore
 from pipeline.protocols.card import ModelDeploymentCard, ModelRuntimeConfig
 from pipeline.rx import AnyIOScheduler
 from pipeline.wire import to_json
+from tests.pipeline.network.worlds import STORE_KINDS, TTL_S, StoreWorld, eventually
 
-TTL_S = 10.0
 WHERE = EndpointId("ns", "comp", "ep")
 
 
+@pytest.fixture(params=STORE_KINDS)
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> StoreWorld:
+    return StoreWorld(request.param, tmp_path)
+
+
 @asynccontextmanager
-async def opened() -> AsyncIterator[Discovery]:
-    async with AnyIOScheduler() as scheduler:
-        store = InProcessStore(scheduler, TTL_S)
+async def opened(world: StoreWorld) -> AsyncIterator[Discovery]:
+    async with world.store() as store:
         yield Discovery(store)
-        await store.close()
 
 
 def instance(path: str = "ns/comp/ep", instance_id: int = 1) -> Instance:
@@ -54,8 +58,8 @@ def record(observable: Any) -> list[Any]:
 # -- instances
 
 
-async def test_instances_are_listed_by_their_path() -> None:
-    async with opened() as discovery:
+async def test_instances_are_listed_by_their_path(world: StoreWorld) -> None:
+    async with opened(world) as discovery:
         for path in ("ns1/comp1/ep1", "ns1/comp1/ep2", "ns2/comp2/ep1"):
             await discovery.register(instance(path))
         assert len(await discovery.instances()) == 3
@@ -65,21 +69,23 @@ async def test_instances_are_listed_by_their_path() -> None:
         assert await discovery.instances("ns1/comp") == []
 
 
-async def test_a_watch_receives_what_is_there_and_what_comes() -> None:
-    async with opened() as discovery:
+async def test_a_watch_receives_what_is_there_and_what_comes(world: StoreWorld) -> None:
+    async with opened(world) as discovery:
         await discovery.register(instance())
         received = record(discovery.watch("ns/comp"))
         await anyio.sleep(0.05)
         lease = await discovery.register(instance(instance_id=2))
         await discovery.register(instance("ns/comp2/ep"))
         await lease.release()
-        assert received == [Added(instance()), Added(instance(instance_id=2)), Removed(instance(instance_id=2))]
+        await eventually(
+            lambda: received == [Added(instance()), Added(instance(instance_id=2)), Removed(instance(instance_id=2))]
+        )
 
 
-async def test_endpoints_with_odd_names_are_apart() -> None:
+async def test_endpoints_with_odd_names_are_apart(world: StoreWorld) -> None:
     """For instances."""
     names = ["a.b", "a*", "a>", "a/b", "a%2Fb", "a"]
-    async with opened() as discovery:
+    async with opened(world) as discovery:
         leases = [await discovery.register(Instance.of(EndpointId("ns", "c", name), 1)) for name in names]
         for name in names:
             assert [i.endpoint for i in await discovery.instances(EndpointId("ns", "c", name).path)] == [name]
@@ -87,19 +93,19 @@ async def test_endpoints_with_odd_names_are_apart() -> None:
         assert sorted(i.endpoint for i in await discovery.instances()) == ["a", "a%2Fb", "a.b", "a/b", "a>"]
 
 
-async def test_an_instance_published_with_other_content_is_added_again() -> None:
+async def test_an_instance_published_with_other_content_is_added_again(world: StoreWorld) -> None:
     """The same content again is not announced."""
-    async with opened() as discovery:
+    async with opened(world) as discovery:
         received = record(discovery.watch())
         moved = evolve(instance(), transport={"nats_tcp": "elsewhere"})
         await discovery.register(instance())
         await discovery.register(instance())
         await discovery.register(moved)
-        assert received == [Added(instance()), Added(moved)]
+        await eventually(lambda: received == [Added(instance()), Added(moved)])
 
 
-async def test_a_registration_lives_as_long_as_its_last_lease() -> None:
-    async with opened() as discovery:
+async def test_a_registration_lives_as_long_as_its_last_lease(world: StoreWorld) -> None:
+    async with opened(world) as discovery:
         first = await discovery.register(instance())
         second = await discovery.register(instance())
         await first.release()
@@ -109,27 +115,27 @@ async def test_a_registration_lives_as_long_as_its_last_lease() -> None:
         assert await discovery.instances() == []
 
 
-async def test_an_abandoned_lease_lapses_unless_another_holds() -> None:
-    async with opened() as discovery:
+async def test_an_abandoned_lease_lapses_unless_another_holds(world: StoreWorld) -> None:
+    async with opened(world) as discovery:
         received = record(discovery.watch())
         first = await discovery.register(instance())
         second = await discovery.register(instance())
         first.abandon()
         await anyio.sleep(3 * TTL_S)
-        assert received == [Added(instance())]
+        await eventually(lambda: received == [Added(instance())])
         second.abandon()
         await anyio.sleep(TTL_S + 1)
-        assert received == [Added(instance()), Removed(instance())]
+        await eventually(lambda: received == [Added(instance()), Removed(instance())])
 
 
-async def test_registering_again_in_time_saves_an_abandoned_one() -> None:
-    async with opened() as discovery:
+async def test_registering_again_in_time_saves_an_abandoned_one(world: StoreWorld) -> None:
+    async with opened(world) as discovery:
         received = record(discovery.watch())
         (await discovery.register(instance())).abandon()
         await anyio.sleep(TTL_S / 2)
         await discovery.register(instance())
         await anyio.sleep(3 * TTL_S)
-        assert received == [Added(instance())]
+        await eventually(lambda: received == [Added(instance())])
 
 
 async def test_a_value_that_is_no_record_is_passed_over_and_removes_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -168,8 +174,8 @@ async def test_a_release_outlasts_a_cancellation() -> None:
 # -- cards
 
 
-async def test_an_endpoint_serves_one_model() -> None:
-    async with opened() as discovery:
+async def test_an_endpoint_serves_one_model(world: StoreWorld) -> None:
+    async with opened(world) as discovery:
         await discovery.register_model(model("model-a", 1))
         with pytest.raises(InvalidArgument) as caught:
             await discovery.register_model(model("model-b", 2, source_path="model-a"))
@@ -178,9 +184,9 @@ async def test_an_endpoint_serves_one_model() -> None:
         assert [m.card.display_name for m in await discovery.models()] == ["model-a"]
 
 
-async def test_many_workers_share_a_model_and_endpoints_do_not() -> None:
+async def test_many_workers_share_a_model_and_endpoints_do_not(world: StoreWorld) -> None:
     elsewhere = EndpointId("ns", "comp2", "ep")
-    async with opened() as discovery:
+    async with opened(world) as discovery:
         for other in (model("a", 1), model("a", 2), model("b", 3, where=elsewhere)):
             await discovery.register_model(other)
         assert len(await discovery.models(WHERE.path)) == 2
@@ -198,10 +204,10 @@ async def test_many_workers_share_a_model_and_endpoints_do_not() -> None:
 )
 @pytest.mark.parametrize("base_first", [True, False])
 async def test_an_adapter_belongs_to_the_base_of_its_endpoint(
-    base: dict[str, Any], adapter: dict[str, Any], fits: bool, base_first: bool
+    world: StoreWorld, base: dict[str, Any], adapter: dict[str, Any], fits: bool, base_first: bool
 ) -> None:
     both = [model("model-a", **base), model("adapter", suffix="lora-1", **adapter)]
-    async with opened() as discovery:
+    async with opened(world) as discovery:
         first, second = both if base_first else reversed(both)
         await discovery.register_model(first)
         if fits:
@@ -234,7 +240,9 @@ async def test_a_conflict_seen_after_the_write_takes_it_back() -> None:
         assert [m.card.display_name for m in await discovery.models()] == ["model-b"]
 
 
-async def test_a_registration_reads_only_the_cards_that_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_registration_reads_only_the_cards_that_are_new(
+    world: StoreWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise a thousand workers of one endpoint read a million cards."""
     read: list[str] = []
 
@@ -244,7 +252,7 @@ async def test_a_registration_reads_only_the_cards_that_are_new(monkeypatch: pyt
 
     reads = discovery_module._read
     monkeypatch.setattr(discovery_module, "_read", counted)
-    async with opened() as discovery:
+    async with opened(world) as discovery:
         for number in range(20):
             await discovery.register_model(model(instance_id=number))
         assert len(read) == 20
@@ -258,16 +266,17 @@ def with_taints(*taints: str, **settings: Any) -> ModelRuntimeConfig:
     return ModelRuntimeConfig(taints=set(taints), **settings)
 
 
-async def test_taints_are_updated_in_place() -> None:
+async def test_taints_are_updated_in_place(world: StoreWorld) -> None:
     zone = {"topology_domains": {"zone": "z1"}}
     first = model(runtime_config=with_taints("first", **zone))
-    async with opened() as discovery:
+    async with opened(world) as discovery:
         received = record(discovery.watch_models())
         await discovery.register_model(first)
         await discovery.update_taints(WHERE, 1, ["second"])
         await discovery.update_taints(WHERE, 1, ["third"])
         await discovery.register_model(first)
         await discovery.update_taints(WHERE, 1, ["third", "third"])
+        await eventually(lambda: len(received) == 3)
         assert isinstance(received[0], Added)
         assert [event.taints for event in received[1:]] == [
             ("dynamo.topology/zone=z1", "second"),
@@ -278,31 +287,40 @@ async def test_taints_are_updated_in_place() -> None:
         assert known.card.runtime_config.taints == {"third", "dynamo.topology/zone=z1"}
 
 
-async def test_a_card_does_not_change_in_place_otherwise() -> None:
+async def test_a_card_does_not_change_in_place_otherwise(world: StoreWorld) -> None:
     """The new value is refused with the reason, the old one stays."""
-    async with opened() as discovery:
+    async with opened(world) as discovery:
         received = record(discovery.watch_models())
         await discovery.register_model(model())
         with pytest.raises(InvalidArgument, match="cannot change in place"):
             await discovery.register_model(model("renamed"))
         with pytest.raises(InvalidArgument, match="cannot change in place"):
             await discovery.register_model(model(migration_limit=3))
-        assert len(received) == 1
+        await eventually(lambda: len(received) == 1)
         assert (await discovery.models())[0].card.migration_limit == 0
 
 
 @pytest.mark.parametrize("taint", ["dynamo.topology/zone=z2", "dynamo.topology/rack=1"])
-async def test_reserved_taints_come_from_the_card(taint: str) -> None:
+async def test_reserved_taints_come_from_the_card(world: StoreWorld, taint: str) -> None:
     first = model(runtime_config=with_taints(topology_domains={"zone": "z1"}))
-    async with opened() as discovery:
+    async with opened(world) as discovery:
         await discovery.register_model(first)
         with pytest.raises(InvalidArgument, match="reserved"):
             await discovery.update_taints(WHERE, 1, ["mine", taint])
         await discovery.update_taints(WHERE, 1, ["mine", "dynamo.topology/zone=z1"])
 
 
-async def test_only_its_own_base_card_takes_taints() -> None:
-    async with opened() as discovery:
+async def test_taints_of_a_card_that_the_store_has_lost_are_refused(world: StoreWorld) -> None:
+    async with opened(world) as discovery:
+        await discovery.register_model(model())
+        (key,) = await discovery._store.entries("v1/mdc")
+        await discovery._store.delete(key)
+        with pytest.raises(Unavailable, match="not there now"):
+            await discovery.update_taints(WHERE, 1, ["lost"])
+
+
+async def test_only_its_own_base_card_takes_taints(world: StoreWorld) -> None:
+    async with opened(world) as discovery:
         await discovery.register_model(model("adapter", suffix="lora", source_path="a"))
         with pytest.raises(InvalidArgument, match="has no card"):
             await discovery.update_taints(WHERE, 1, ["mine"])
@@ -319,9 +337,9 @@ async def test_a_value_that_is_no_card_is_written_over() -> None:
         assert [m.card.display_name for m in await discovery.models()] == ["model-a"]
 
 
-async def test_a_published_card_is_a_copy() -> None:
+async def test_a_published_card_is_a_copy(world: StoreWorld) -> None:
     shared = card()
-    async with opened() as discovery:
+    async with opened(world) as discovery:
         await discovery.register_model(Model(WHERE, 1, shared))
         shared.display_name = "changed later"
         assert (await discovery.models())[0].card.display_name == "model-a"

@@ -18,15 +18,18 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from pipeline import CannotConnect, Context, Disconnected, EngineShutdown, PenstockError, ResponseStream
 from pipeline.network import Runtime, Served
-from pipeline.network.inprocess import InProcessEventPlane, InProcessRequestPlane, InProcessStore
+from pipeline.network.inprocess import InProcessEventPlane, InProcessStore
+from pipeline.network.tcp import TcpRequestPlane
 from pipeline.telemetry import Metrics
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait, watch_streams
+from tests.pipeline.network.memory_network import MemoryNetwork
+from tests.pipeline.network.worlds import WORLDS, ProcessStore, WorldKind, two_runtimes
 
 pytestmark = pytest.mark.slow
 
 WHERE = "ns/comp/ep"
 INSTANCES = (1, 2, 3, 4)
-REQUESTS = 10_000
+REQUESTS: dict[WorldKind, int] = {"in process": 10_000, "tcp": 6_000}
 AT_ONCE = 100
 ITEMS = 6
 PATIENCE_S = 5.0
@@ -78,6 +81,8 @@ class Pool:
             await anyio.sleep(self._rng.uniform(0, 0.1))
             instance_id, way_out = self._rng.choice(INSTANCES), self._rng.choice(["abort", "close", "falls silent"])
             self.ways_out[way_out] += 1
+            if (network := network_of(self._runtime)) is not None and self._rng.random() < 0.2:
+                network.cut()
             await self._take_away(self._served[instance_id], way_out)
             if self._rng.random() < 0.5:
                 await anyio.sleep(self._rng.uniform(0, 0.1))
@@ -187,31 +192,32 @@ async def settle() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # streams are dropped on purpose
-async def test_nothing_is_left_of_requests_to_instances_that_come_and_go() -> None:
+@pytest.mark.parametrize("world", WORLDS)
+async def test_nothing_is_left_of_requests_to_instances_that_come_and_go(world: WorldKind) -> None:
     rng, reader = Random(20261121), InMemoryMetricReader()
     metrics = Metrics(MeterProvider([reader], shutdown_on_exit=False).get_meter("test"), family="component")
     with watch_streams() as streams:
-        async with Runtime.in_process(rng=rng, metrics=metrics, lease_ttl_s=0.2) as runtime:
-            run, pool = Run(runtime), Pool(runtime, rng)
+        async with two_runtimes(world, rng=rng, metrics=metrics, lease_ttl_s=0.2) as (runtime, caller):
+            run, pool = Run(caller), Pool(runtime, rng)
             await pool.serve()
             await checkpoint()
             before = task_ids()
-            await send(run, pool, [Plan.draw(rng) for _ in range(REQUESTS)])
+            await send(run, pool, [Plan.draw(rng) for _ in range(REQUESTS[world])])
             await settle()
             assert streams.open == []
             assert pool.engine.open == 0
             assert {served.running for served in runtime.served.values()} <= {0}
             assert task_ids() == before
             assert len(run.requests) == 0
-            assert watching(runtime) == 0
+            assert watching(runtime) == watching(caller) == 0
             assert len(runtime.scheduler._timers) <= 128
+            assert open_calls(caller) == open_calls(runtime) == 0
         assert runtime.served == {}
-        assert isinstance(runtime.requests, InProcessRequestPlane)
-        assert runtime.requests.serving == {}
+        assert runtime.requests.serving == {}  # type: ignore[attr-defined]
     counted = totals(reader)
     assert counted["dynamo_component_inflight_requests"] == 0
     assert counted["dynamo_component_requests_total"] == pool.engine.started
-    assert sum(run.endings.values()) == REQUESTS
+    assert sum(run.endings.values()) == REQUESTS[world]
     assert set(run.endings) == {
         "ended", "closed", "dropped", "cancelled",
         *(kind.type_name for kind in (CannotConnect, Disconnected, EngineShutdown)), "Unknown",
@@ -235,9 +241,20 @@ async def send(run: Run, pool: Pool, plans: list[Plan]) -> None:
 
 
 def watching(runtime: Runtime) -> int:
-    assert isinstance(runtime._store, InProcessStore)
+    store = runtime._store.shared if isinstance(runtime._store, ProcessStore) else runtime._store
+    assert isinstance(store, InProcessStore)
     assert isinstance(runtime.events, InProcessEventPlane)
-    return runtime._store.watchers + runtime.events.subscriptions
+    return store.watchers + runtime.events.subscriptions
+
+
+def network_of(runtime: Runtime) -> MemoryNetwork | None:
+    network = getattr(runtime.requests, "_network", None)
+    return network if isinstance(network, MemoryNetwork) else None
+
+
+def open_calls(runtime: Runtime) -> int:
+    """Return the streams that connections of the runtime still have."""
+    return runtime.requests.open_calls if isinstance(runtime.requests, TcpRequestPlane) else 0
 
 
 def totals(reader: InMemoryMetricReader) -> dict[str, int]:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from pipeline import Context, PenstockError
 from pipeline.errors import InvalidMessage
-from pipeline.network import EndpointId, Event, Scope
+from pipeline.network import EndpointId, Event, Missed, Scope
 from pipeline.network.events import (
     EventIdentity,
+    Sequences,
     decode_event,
     decode_frame,
     decode_identity,
@@ -123,8 +124,42 @@ async def test_another_threads_events_arrive_in_their_order() -> None:
 # -- loss
 
 
-def event(publisher_id: int, sequence: int) -> Event[object]:
-    return Event(publisher_id, sequence, 0, "t", None)
+def test_numbers_show_loss_and_repetition_for_each_publisher() -> None:
+    sequences = Sequences()
+    seen = [sequences.take(publisher_id, number) for publisher_id, number in [(1, 0), (2, 1), (1, 1), (1, 4), (2, 2)]]
+    assert seen == ["next", "gap", "next", "gap", "next"]
+    assert [sequences.take(1, number) for number in (0, 4, 3, 5)] == ["repeated", "repeated", "repeated", "next"]
+
+
+def test_a_number_to_go_on_with_shows_loss_without_an_event() -> None:
+    sequences = Sequences()
+    assert [sequences.skip_to(1, number) for number in (0, 0, 2, 2)] == [False, False, True, False]
+    assert sequences.take(1, 2) == "next"
+    assert not sequences.skip_to(1, 3)
+    sequences.forget(1)
+    assert sequences.skip_to(1, 3)
+
+
+def test_the_numbers_of_bounded_many_publishers_are_known() -> None:
+    sequences = Sequences(limit=2)
+    assert [sequences.take(publisher_id, 0) for publisher_id in (1, 2, 1, 3)] == ["next", "next", "repeated", "next"]
+    assert [sequences.take(publisher_id, 1) for publisher_id in (3, 2, 1)] == ["next", "next", "gap"]
+
+
+@given(st.lists(st.integers(0, 30)))
+def test_numbers_that_are_taken_go_up(numbers: list[int]) -> None:
+    sequences = Sequences()
+    taken = [number for number in numbers if sequences.take(1, number) != "repeated"]
+    assert taken == sorted(set(taken))
+
+
+async def test_a_plane_that_loses_nothing_reports_nothing() -> None:
+    events = plane()
+    received, reported = record(events), list[Missed]()
+    with events.missed(HERE, "load").subscribe(reported.append):
+        publisher = events.publisher(HERE, "load")
+        publisher.publish("a")
+    assert (len(received), reported) == (1, [])
 
 
 # -- bytes

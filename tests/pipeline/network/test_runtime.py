@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -13,7 +15,23 @@ from pipeline.network import Runtime, Scope
 from pipeline.network.inprocess import InProcessEventPlane, InProcessRequestPlane, InProcessStore
 from pipeline.rx import AnyIOScheduler
 from pipeline.testing import OpenStreams, ScriptedEngine, Stall, Wait
-from tests.pipeline.network.worlds import WHERE, card, engine_of, record_changes, watchers
+from tests.pipeline.network.worlds import (
+    WHERE,
+    WORLDS,
+    WorldKind,
+    card,
+    deployment,
+    engine_of,
+    eventually,
+    record_changes,
+    two_runtimes,
+    watchers,
+)
+
+
+@pytest.fixture(params=WORLDS)
+def world(request: pytest.FixtureRequest) -> WorldKind:
+    return cast(WorldKind, request.param)
 
 
 async def test_an_engine_is_served_inside_the_runtimes_block_only() -> None:
@@ -49,10 +67,10 @@ async def test_a_withdrawn_instance_is_not_published_again(how: str) -> None:
         assert await runtime.discovery.instances() == []
 
 
-async def test_an_instance_served_anew_outlives_its_predecessor(open_streams: OpenStreams) -> None:
-    async with Runtime.in_process() as runtime, anyio.create_task_group() as tasks:
+async def test_an_instance_served_anew_outlives_its_predecessor(world: WorldKind, open_streams: OpenStreams) -> None:
+    async with two_runtimes(world) as (runtime, caller), anyio.create_task_group() as tasks:
         first = await runtime.serve(WHERE, engine_of(1, Wait(5), 2), instance_id=1)
-        workers = runtime.workers(WHERE)
+        workers = caller.workers(WHERE)
         stream = await workers.engine(1).generate(Context(None))
         tasks.start_soon(first.close, 100)
         await anyio.sleep(1)
@@ -140,12 +158,12 @@ async def test_a_new_id_is_unique_whatever_is_drawn() -> None:
         assert [(await runtime.serve(WHERE, engine_of())).instance_id for _ in range(2)] == [1, 6]
 
 
-async def test_a_taken_id_is_refused_and_changes_nothing() -> None:
-    async with Runtime.in_process() as runtime:
+async def test_a_taken_id_is_refused_and_changes_nothing(world: WorldKind) -> None:
+    async with two_runtimes(world) as (runtime, caller):
         first = await runtime.serve(WHERE, engine_of("first"), instance_id=1)
         with pytest.raises(InvalidArgument, match="served already"):
             await runtime.serve(WHERE, engine_of("second"), instance_id=1)
-        workers = runtime.workers(WHERE)
+        workers = caller.workers(WHERE)
         assert await (await workers.engine(1).generate(Context(None))).collect() == ["first"]
         await first.close()
         await runtime.serve(WHERE, engine_of("third"), instance_id=1)
@@ -187,44 +205,55 @@ async def test_a_card_comes_and_goes_with_its_instance() -> None:
         assert not [*await runtime.discovery.models(), *await runtime.discovery.instances()]
 
 
-async def test_an_unpublished_instance_still_answers_callers_that_know_it() -> None:
-    async with Runtime.in_process() as runtime:
+async def test_an_unpublished_instance_still_answers_callers_that_know_it(world: WorldKind) -> None:
+    async with two_runtimes(world) as (runtime, caller):
         served = await runtime.serve(WHERE, engine_of("x"), instance_id=1)
-        called = runtime.workers(WHERE).engine(1)
+        called = caller.workers(WHERE).engine(1)
         await served.unpublish()
         assert await (await called.generate(Context(None))).collect() == ["x"]
 
 
-async def test_leaving_waits_for_running_requests(open_streams: OpenStreams) -> None:
+async def test_leaving_waits_for_running_requests(world: WorldKind, open_streams: OpenStreams) -> None:
     async with anyio.create_task_group() as tasks:
         answers: list[Any] = []
-        async with Runtime.in_process(graceful_timeout_s=100) as runtime:
+        async with runtimes_by_hand(world, graceful_timeout_s=100) as (runtime, caller):
             await runtime.serve(WHERE, engine_of(1, Wait(30), 2), instance_id=1)
-            stream = await runtime.workers(WHERE).engine(1).generate(Context(None))
+            stream = await caller.workers(WHERE).engine(1).generate(Context(None))
 
             async def read() -> None:
                 answers.extend(await stream.collect())
 
             tasks.start_soon(read)
-        assert answers == [1, 2]
-        assert anyio.current_time() < 60
+            await runtime.__aexit__(None, None, None)
+            await eventually(lambda: answers == [1, 2])
+            assert anyio.current_time() < 60
 
 
 @pytest.mark.parametrize(("fails", "waits_s"), [(False, 20), (True, 0)])
 async def test_leaving_cuts_requests_that_outlast_the_limit(
-    fails: bool, waits_s: float, open_streams: OpenStreams
+    world: WorldKind, fails: bool, waits_s: float, open_streams: OpenStreams
 ) -> None:
     local, start = ScriptedEngine([1, Stall()]), anyio.current_time()
-    runtime = Runtime.in_process(graceful_timeout_s=20)
-    await runtime.__aenter__()
-    await runtime.serve(WHERE, local, instance_id=1)
-    stream = await runtime.workers(WHERE).engine(1).generate(Context(None))
-    await stream.__anext__()
-    await runtime.__aexit__(*((LookupError, LookupError(), None) if fails else (None, None, None)))
-    assert anyio.current_time() - start == pytest.approx(waits_s)
-    with pytest.raises(Disconnected):
+    async with runtimes_by_hand(world, graceful_timeout_s=20) as (runtime, caller):
+        await runtime.serve(WHERE, local, instance_id=1)
+        stream = await caller.workers(WHERE).engine(1).generate(Context(None))
         await stream.__anext__()
+        await runtime.__aexit__(*((LookupError, LookupError(), None) if fails else (None, None, None)))
+        assert anyio.current_time() - start == pytest.approx(waits_s, abs=0.01)
+        with pytest.raises(Disconnected):
+            await stream.__anext__()
     assert local.open == 0
+
+
+@asynccontextmanager
+async def runtimes_by_hand(world: WorldKind, graceful_timeout_s: float) -> AsyncIterator[tuple[Runtime, Runtime]]:
+    """The runtimes of a worker, which the test leaves itself, and of its callers."""
+    if world == "in process":
+        runtime = await Runtime.in_process(graceful_timeout_s=graceful_timeout_s).__aenter__()
+        yield runtime, runtime
+        return
+    async with deployment() as made, made.runtime() as caller:
+        yield await made.runtime(graceful_timeout_s=graceful_timeout_s).__aenter__(), caller
 
 
 async def test_nothing_is_open_after_leaving() -> None:

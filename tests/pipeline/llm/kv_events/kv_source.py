@@ -42,7 +42,7 @@ class FakeKvSource:
     Batches are numbered from 0, and each life's have times of their own. Faults of the replay are set as attributes.
     """
 
-    def __init__(self, dp_rank: int = 0, kept_batches: int = 10_000) -> None:
+    def __init__(self, dp_rank: int = 0, kept_batches: int = 10_000, host: str = "127.0.0.1") -> None:
         self.dp_rank, self.kept_batches = dp_rank, kept_batches
         self.not_replayed: set[int] = set()
         """Sequences that are dropped from the next replay, as a full router does."""
@@ -58,13 +58,13 @@ class FakeKvSource:
         self.kept: dict[int, bytes] = {}
         """The payloads that can be replayed, by sequence."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.endpoint = self.replay_endpoint = "tcp://127.0.0.1:*"
+        self.endpoint = self.replay_endpoint = f"tcp://{host}:*"
         self._open()
 
     @classmethod
     @contextmanager
-    def opened(cls, dp_rank: int = 0, kept_batches: int = 10_000) -> Iterator[FakeKvSource]:
-        source = cls(dp_rank, kept_batches)
+    def opened(cls, dp_rank: int = 0, kept_batches: int = 10_000, host: str = "127.0.0.1") -> Iterator[FakeKvSource]:
+        source = cls(dp_rank, kept_batches, host)
         try:
             yield source
         finally:
@@ -124,6 +124,7 @@ class FakeKvSource:
     def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, 20_000)
+        socket.setsockopt(zmq.IPV6, 1)
         for _ in range(200):  # a port that was just closed may take a moment
             try:
                 socket.bind(endpoint)

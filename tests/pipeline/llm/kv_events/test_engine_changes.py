@@ -98,6 +98,9 @@ def test_the_kind_of_a_group_is_learned_from_stores_and_per_rank() -> None:
     assert isinstance(one(events, stored(group_idx=1, kv_cache_spec_kind="full_attention")), EngineChange)
     assert isinstance(one(events, removal), EngineChange)
     assert one(events, removal, rank=1) == Filtered(1, "unlearned_group_idx")
+    one(events, stored(group_idx=1, kv_cache_spec_kind="mamba"), rank=1)
+    assert one(events, removal, rank=1) == Filtered(1, "non_main_attention_group")
+    assert isinstance(one(events, removal), EngineChange)
     assert isinstance(one(events, {**removal, "group_idx": 0}), EngineChange)
 
 

@@ -174,6 +174,7 @@ def test_salt_and_media_are_found_among_the_extra_keys() -> None:
     assert event.namespace is None
     assert decoded(stored(extra_keys=[["dynamo-cache-salt:a"]], lora_name="dynamo-cache-salt:a")).namespace is None
     assert decoded(stored(extra_keys=[["dynamo-cache-salt:"]])).namespace is None
+    assert decoded(stored([1, 2], extra_keys=[None, ["dynamo-cache-salt:t"]])).namespace is None, "in the first block"
     assert decoded(["BlockStored", [1], None, [1, 2], 2, None, None, {"cache_salt": "t"}]).namespace == "t"
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 import pytest
+from anyio.lowlevel import checkpoint
 
 from pipeline import InvalidArgument
 from pipeline.llm.kv_events import EngineChange, EngineFollower, ReplayLimits
 from pipeline.protocols.kv import KvCleared, KvRemoved, KvStored
+from pipeline.wire import to_msgpack
 
 pytest.importorskip("zmq")
 
@@ -90,6 +94,25 @@ async def test_what_was_published_before_it_joined_is_replayed(source: FakeKvSou
         source.publish(stored(400, 396), removed(100))
         await followed.until_blocks(*range(100, 404, 4), "-100")
     assert followed.follower.replayed_batches == 75
+
+
+def has_ipv6() -> bool:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            return False
+    return True
+
+
+@pytest.mark.skipif(not socket.has_ipv6 or not has_ipv6(), reason="this machine has no IPv6")
+async def test_an_engine_is_followed_over_ipv6() -> None:
+    with FakeKvSource.opened(host="[::1]") as source:
+        source.publish(stored(100))
+        async with following(source) as followed:
+            source.publish(stored(104, 100))
+            await followed.until_blocks(100, 104)
+            assert followed.follower.replayed_batches == 1
 
 
 async def test_a_replay_of_an_older_engine_has_no_topic(source: FakeKvSource) -> None:
@@ -235,6 +258,41 @@ async def test_an_engine_that_restarted_has_nothing_of_what_it_had(source: FakeK
         source.publish(stored(500))
         await followed.until_blocks(100, 104, 108, "cleared", 500)
     assert (followed.follower.restarts, followed.follower.lost_batches) == (1, 0)
+
+
+async def test_a_block_of_a_restarted_engine_is_counted_anew(source: FakeKvSource) -> None:
+    async with following(source) as followed:
+        source.publish(stored(100))
+        await followed.until_blocks(100)
+        source.restart()
+        await followed.until(lambda: followed.follower.restarts == 1)
+        source.publish(stored(100), removed(100))
+        await followed.until_blocks(100, "cleared", 100, "-100")
+
+
+async def test_topics_are_taken_by_their_beginning(source: FakeKvSource) -> None:
+    async with following(source, topic=b"kv", replay_endpoint=None) as followed:
+        for sequence, topic in enumerate([b"other", b"kv-events", b"KV", b"kv"]):
+            payload = to_msgpack([0.0, [stored(4 * sequence)], 0])
+            source.send_frames(topic, sequence.to_bytes(8, "big"), payload)
+        await followed.until_blocks(4, 12)
+
+
+async def test_other_tasks_have_their_turn_in_a_burst(source: FakeKvSource) -> None:
+    async with following(source) as followed:
+        burst(source, 2000)
+        turns = 0
+        while len(followed.blocks) < 2000:
+            turns += 1
+            await checkpoint()
+        assert turns > 30
+
+
+def burst(source: FakeKvSource, batches: int) -> None:
+    """Publish at once, and wait until all of it has arrived."""
+    for name in range(batches):
+        source.publish(removed(name))
+    time.sleep(0.5)
 
 
 async def test_a_restarted_engine_that_has_published_as_much_is_noticed_by_its_replay(source: FakeKvSource) -> None:

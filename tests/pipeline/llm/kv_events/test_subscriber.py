@@ -205,8 +205,8 @@ async def test_it_connects_again_to_an_engine_that_was_restarted_and_takes_a_bur
     assert received[count].event.data == KvCleared()
 
 
-async def test_a_message_that_is_too_large_does_not_end_the_connection() -> None:
-    """ZeroMQ ends it for good."""
+async def test_a_message_that_is_too_large_does_not_end_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+    """ZeroMQ does not read it, and ends the connection for good."""
     with publisher() as engine:
         made, received = subscriber(engine.endpoint, limits=WireLimits(message_bytes=2000))
         async with anyio.create_task_group() as tasks:
@@ -217,6 +217,7 @@ async def test_a_message_that_is_too_large_does_not_end_the_connection() -> None
             await until_received(engine, received, count + 2)
             tasks.cancel_scope.cancel()
     assert made.refused == {"too_large": 1}
+    assert "the connection broke over one" in caplog.text
     assert made.lost_batches > 0
     assert all(event.event.data in (KvRemoved([0]), KvCleared()) for event in received)
 
