@@ -3,6 +3,7 @@
 from .conformance import ConformanceFailure, run_conformance
 from .echo import EchoEngine
 from .llm import EngineConfig, GenerateContext, LLMEngine
+from .peers import Peers
 from .publishing import (
     ComponentSnapshot,
     KvEventPublisher,
@@ -26,6 +27,7 @@ __all__ = [
     "LLMEngine",
     "MetricsBindings",
     "MetricsContext",
+    "Peers",
     "PushSource",
     "ShutdownTimes",
     "SnapshotPublisher",

@@ -1,7 +1,7 @@
 """LLMEngine: the interface to implement to serve a model; `start`, `generate` and `cleanup` are required.
 
-    construct ──► start ──► kv_event_sources, setup_metrics ──► generate, generate, ... ──► drain ──► cleanup
-                      └──── background, beside all that ───────    └─ abort, when a request is stopped ────┘
+    construct ──► setup_peers ──► start ──► kv_event_sources, setup_metrics ──► generate, ... ──► drain ──► cleanup
+                                      └──── background, beside all that ───────    └─ abort, when it is stopped ─┘
 
 Host an engine with a `Worker`, or alone with `as_engine`; check it with `run_conformance`.
 
@@ -19,6 +19,7 @@ from attrs import define, field, fields
 from pipeline import AnyContext, Context, InvalidArgument
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 
+from .peers import Peers
 from .publishing import MetricsBindings, MetricsContext, PushSource
 
 
@@ -184,8 +185,15 @@ class LLMEngine(ABC):
     async def start(self, worker_id: int) -> EngineConfig:
         """Load the model; once it returns, `generate` is called for many requests at a time. May take minutes.
 
-        Called once, before anything else. `worker_id` is unique among all live workers, and otherwise
+        Called once, before anything else but `setup_peers`. `worker_id` is unique among all live workers, and otherwise
         arbitrary. If it raises, `cleanup` follows.
+        """
+
+    async def setup_peers(self, peers: Peers) -> None:  # noqa: B027  (optional)
+        """Keep the access to the engines of other workers, for hand-overs between them.
+
+        Called once, before `start`, by hosts with a request plane; `as_engine` has none. What it raises counts as a
+        failed start.
         """
 
     async def background(self) -> None:  # noqa: B027  (optional)

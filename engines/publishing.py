@@ -224,7 +224,7 @@ class EngineMetrics:
 
 
 class SnapshotPublisher:
-    """Records snapshots as metrics and publishes the load for routers. Does not wait and does not raise."""
+    """Records snapshots as metrics and publishes the load for routers. Neither call waits or raises."""
 
     def __init__(
         self, worker_id: int, dp_ranks: Sequence[int], metrics: EngineMetrics, send: Callable[[ActiveLoad], object]
@@ -232,6 +232,8 @@ class SnapshotPublisher:
         self.dp_ranks = list(dp_ranks)
         self._worker_id, self._metrics, self._send = worker_id, metrics, send
         self._failed: set[int] = set()
+        self._last: dict[int, ActiveLoad] = {}
+        """By rank, what was published last."""
         metrics.seed(self.dp_ranks)
 
     def publish(self, rank: int, snapshot: ComponentSnapshot) -> None:
@@ -239,16 +241,23 @@ class SnapshotPublisher:
         if rank not in self.dp_ranks:
             return
         self._metrics.show(rank, snapshot)
+        self._last[rank] = load = ActiveLoad(
+            self._worker_id,
+            rank,
+            active_decode_blocks=snapshot.active_decode_blocks,
+            active_prefill_tokens=snapshot.active_prefill_tokens,
+            kv_used_blocks=snapshot.kv_used_blocks,
+        )
+        self._publish(rank, load)
+
+    def repeat(self) -> None:
+        """Publish the last load of each rank once more."""
+        for rank, load in list(self._last.items()):
+            self._publish(rank, load)
+
+    def _publish(self, rank: int, load: ActiveLoad) -> None:
         try:
-            self._send(
-                ActiveLoad(
-                    self._worker_id,
-                    rank,
-                    active_decode_blocks=snapshot.active_decode_blocks,
-                    active_prefill_tokens=snapshot.active_prefill_tokens,
-                    kv_used_blocks=snapshot.kv_used_blocks,
-                )
-            )
+            self._send(load)
         except Exception:
             level = logging.DEBUG if rank in self._failed else logging.WARNING
             self._failed.add(rank)

@@ -27,6 +27,7 @@ from pipeline import Control, EngineShutdown, InvalidArgument
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 
 from ..llm import EngineConfig, GenerateContext, LLMEngine
+from ..peers import Peers
 from ..publishing import MetricsBindings, MetricsContext, PushSource, SnapshotPublisher
 from ..worker import health_payload
 from .answer import Answer, empty_answer
@@ -37,7 +38,20 @@ from .rank import Rank
 from .request import RecordedOutputs, RequestPlan, checked_rank, plan_request
 from .scheduling import AT_ONCE_TOKENS, u32s
 from .timing import TimingModel
-from .transfer import Receiver, Sender, TransferExchange, TransferKey, TransferTiming, transfer_delay_ms, transferred
+from .transfer import (
+    DestinationEndpoint,
+    DestinationTurn,
+    PeerDestination,
+    Receiver,
+    Sender,
+    TransferDoor,
+    TransferExchange,
+    TransferKey,
+    TransferTiming,
+    transfer_delay_ms,
+    transfer_order,
+    transferred,
+)
 from .zmq_events import EventFeed
 
 _log = logging.getLogger(__name__)
@@ -48,11 +62,11 @@ MODEL = "mocker-model"
 class MockEngine(LLMEngine):
     """A simulated engine with `args.dp_size` ranks, each with a cache and a batch of its own.
 
-    `timing` replaces the model of time that the arguments select. Prefill and decode workers of one deployment share
-    an `exchange`. Generated tokens are from the range `token_ids`, which a tokenizer must know. `model` is the name in
-    the `EngineConfig`. `clock` returns the time of day in seconds for KV events over ZeroMQ, by default the loop's
-    time. Raises InvalidArgument if the arguments describe a predictor of times and there is no `timing`; the start
-    logs a warning for arguments without an effect.
+    `timing` replaces the model of time that the arguments select. Prefill and decode workers of one process share an
+    `exchange`; those of several processes meet over the request plane of their `Worker`s. Generated tokens are from the
+    range `token_ids`, which a tokenizer must know. `model` is the name in the `EngineConfig`. `clock` returns the time
+    of day in seconds for KV events over ZeroMQ, by default the loop's time. Raises InvalidArgument if the arguments
+    describe a predictor of times and there is no `timing`; the start logs a warning for arguments without an effect.
 
     A request with an answer in `recorded`, or in the file of the arguments instead, gets that answer. After a stop one
     chunk with finish reason cancelled follows, after a kill nothing; either way, and when a stream is closed or
@@ -86,6 +100,8 @@ class MockEngine(LLMEngine):
         self._metrics: NativeMetrics | None = None
         self._owned = ExitStack()
         self._answers: dict[str, Answer] = {}
+        self._peers: Peers | None = None
+        self._address: str | None = None
         self._turn = 0
         self.is_closing = False
         self.ranks: list[Rank] = []
@@ -94,6 +110,12 @@ class MockEngine(LLMEngine):
     def preemptions(self) -> int:
         """How often a request was preempted, on all ranks."""
         return sum(rank.scheduler.preemptions for rank in self.ranks)
+
+    async def setup_peers(self, peers: Peers) -> None:
+        self._peers = peers
+        if self.exchange is None:
+            order, session_s = transfer_order(self.args.engine_type), self.args.handoff_session_timeout_ms / 1000
+            self.exchange = TransferExchange(order, session_timeout_s=session_s)
 
     async def start(self, worker_id: int) -> EngineConfig:
         """Raises EngineShutdown if it was started before, InvalidArgument for files and extras its arguments need, and
@@ -117,12 +139,25 @@ class MockEngine(LLMEngine):
                     owned.callback(rank.feed.close)
             if args.startup_time:
                 await anyio.sleep(args.startup_time)
+            await self._serve_transfers(owned)
             self.ranks, self._owned = ranks, owned.pop_all()
         return self._config()
 
+    async def _serve_transfers(self, owned: ExitStack) -> None:
+        """Let decode workers of other processes meet this prefill worker, if it has a meeting point."""
+        if self._peers is None or self.exchange is None or self._bootstrap_port is None:
+            return
+        door = TransferDoor(self.exchange)
+        self._address = door.address = await self._peers.serve(door)
+        self.exchange.hosts.add(door.address)
+        owned.callback(self.exchange.hosts.discard, door.address)
+
+    @property
+    def _bootstrap_port(self) -> int | None:
+        return self.args.bootstrap_port if self.args.worker_type == "prefill" else None
+
     def _config(self) -> EngineConfig:
-        args = self.args
-        bootstrap_port = args.bootstrap_port if args.worker_type == "prefill" else None
+        args, bootstrap_port = self.args, self._bootstrap_port
         return EngineConfig(
             model=self._model,
             context_length=args.max_model_len,
@@ -131,7 +166,7 @@ class MockEngine(LLMEngine):
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             data_parallel_size=args.dp_size,
-            bootstrap_host="127.0.0.1" if bootstrap_port is not None else None,
+            bootstrap_host=None if bootstrap_port is None else self._address or "127.0.0.1",
             bootstrap_port=bootstrap_port,
             stops_prefills=args.worker_type == "prefill",
         )
@@ -217,9 +252,21 @@ class MockEngine(LLMEngine):
             raise InvalidArgument("this worker shares no exchange with others", field="bootstrap_info")
         key = TransferKey.of(info, request_id)
         if self.args.worker_type == "decode":
-            return transferred(answer, self.exchange.destination(key, Receiver(answer), answer.control))
+            return transferred(answer, self._destination(key, answer, self.exchange))
         sender = Sender(answer, self._transfer(len(request.token_ids)))
         return transferred(answer, self.exchange.source(key, sender, answer.control))
+
+    def _destination(
+        self, key: TransferKey, answer: Answer, exchange: TransferExchange
+    ) -> DestinationEndpoint | PeerDestination:
+        """Return this side of a transfer: in the exchange, or with a prefill worker of another process."""
+        side, host, peers = Receiver(answer), key.bootstrap_host, self._peers
+        if peers is None or host in exchange.hosts or not peers.is_address(host):
+            return exchange.destination(key, side, answer.control)
+        timeout_s = exchange.session_timeout_s
+        return PeerDestination(
+            lambda: peers.engine(host, DestinationTurn), key, side, answer.control, timeout_s=timeout_s
+        )
 
     def _rank_for(self, request: PreprocessedRequest) -> int:
         """Return the rank named in the request, else the next one in turn."""

@@ -4,7 +4,7 @@ What an engine decides, `Batcher` and what it uses, knows no tensors.
 """
 
 from .batching import Batcher
-from .handover import HandoverTimes, SocketHandover
+from .handover import HandoverTimes, PeerHandover
 from .loading import (
     Dtype,
     LoadedModel,
@@ -43,10 +43,10 @@ __all__ = [
     "ModelFiles",
     "News",
     "Order",
+    "PeerHandover",
     "ReportProgress",
     "Role",
     "Sampling",
-    "SocketHandover",
     "Stage",
     "StepPlan",
     "TorchEngine",

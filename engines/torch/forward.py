@@ -41,6 +41,7 @@ class Attention:
         if getattr(model.config, "is_encoder_decoder", False):
             raise InvalidArgument("an encoder-decoder model is not served", field="model_path")
         kinds, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
+        kinds |= {"local"} & set(getattr(config, "attention_layers", None) or ())  # of GPT-Neo, which masks by itself
         if unknown := kinds - {_FULL, _SLIDING}:
             raise InvalidArgument(f"layers of {', '.join(sorted(unknown))} are not served", field="model_path")
         if not kinds:
@@ -58,16 +59,18 @@ class _Pass:
     """The blocks of all sequences, one after the other; None if nothing was computed before."""
     width: int
     """Tokens of the longest sequence."""
+    count: int
+    """New tokens of each sequence."""
 
 
-class _Layer:
+class _Layer(transformers.cache_utils.CacheLayerMixin):  # type: ignore[misc]
     """One layer of the cache, as transformers calls it."""
 
     is_sliding = False
-    is_compileable = False
-    is_initialized = True
 
     def __init__(self, store: KvStore, layer: int) -> None:
+        super().__init__()
+        self.is_initialized = True
         self._cells = store.cells[layer]
         self._rows = store.rows[layer]
         self.under_way: _Pass | None = None
@@ -84,18 +87,20 @@ class _Layer:
         found = self._rows.index_select(1, now.table).view(2, rows, -1, heads, size)[:, :, : now.width].transpose(2, 3)
         return found[0], found[1]
 
+    def lazy_initialization(self, *_: Any) -> None:
+        """The store is there already."""
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._width, 0
+        """Return the tokens of the longest sequence, and where they begin."""
+        return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self._width
+        """Return the tokens of the longest sequence that were computed before."""
+        return 0 if self.under_way is None else self.under_way.width - self.under_way.count
 
     def get_max_length(self) -> int:
+        """Return -1: there is no most."""
         return -1
-
-    @property
-    def _width(self) -> int:
-        return 0 if self.under_way is None else self.under_way.width
 
 
 class Forward:
@@ -122,7 +127,7 @@ class Forward:
         if width > count:
             blocks, padding = blocks_for(width, size), self._store.padding_block
             table = self._tensor([_filled(chunk.block_ids, blocks, padding) for chunk in group]).flatten()
-        now = _Pass(self._tensor(places).flatten(), table, width)
+        now = _Pass(self._tensor(places).flatten(), table, width, count)
         for layer in self._layers:
             layer.under_way = now
         try:

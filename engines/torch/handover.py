@@ -1,34 +1,45 @@
-"""SocketHandover: the KV cache of a prompt, from the process that computed it to the one that answers, as bytes.
+"""PeerHandover: the KV cache of a prompt, from the process that computed it to the one that answers, as bytes.
 
     prefill   offer ──► disaggregated_params: where, which, what for          lease runs
-    decode    take ──► checks ──► connect ──► bytes ──► KvBytes               lease held meanwhile, then over
+    decode    take ──► checks ──► request plane ──► bytes ──► KvBytes         lease held meanwhile, then over
                          └─────────┴───────────┴─ any failure ──► None: the prompt is computed again
 
 What the bytes are good for is checked before they are fetched: the model, the layout and type of the cache, and the
 prompt itself by its hash; what came, by a checksum of each piece. A fetch needs the id of its offer, 128 random bits,
-and nothing else, so the address belongs in a network that is trusted with prompts: by default it is this machine's own.
+beside what the request plane demands of every call.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from math import inf
 from typing import Any, Protocol, TypeVar
 
 import anyio
-from anyio.abc import ByteStream, SocketAttribute
-from attrs import asdict, frozen
+from attrs import asdict, define, frozen
 
-from pipeline import CannotConnect, EngineShutdown, InvalidArgument, PenstockError, WorkerOverloaded
-from pipeline.errors import InvalidMessage
+from pipeline import (
+    AsyncEngine,
+    Context,
+    Control,
+    EngineShutdown,
+    InvalidArgument,
+    PenstockError,
+    ReleaseOnce,
+    ResponseStream,
+    WorkerOverloaded,
+    until_stopped,
+)
 from pipeline.llm import block_hashes, hash_seed
 from pipeline.loop import clock
 from pipeline.protocols import PreprocessedRequest
 from pipeline.wire import from_plain, to_plain
 
-from .kv_wire import Fetch, Parcel, Received, Wire
-from .offers import Offers
+from ..peers import Peers
+from .kv_wire import KvCall, KvPiece, pieces, received
+from .offers import Offer, Offers
 from .slots import HeldBlocks, KvBytes
 
 _log = logging.getLogger(__name__)
@@ -39,7 +50,6 @@ _FETCHES_MAX = 8
 """Caches that are read and sent at the same time; each is whole in memory meanwhile."""
 
 T = TypeVar("T")
-Connect = Callable[[str, int], Awaitable[ByteStream]]
 
 LEASE_S = 30.0
 STALL_S = 5.0
@@ -93,8 +103,8 @@ class CacheOwner(Protocol):
 class OfferedKv:
     """What decode has to know of a computed prompt; it travels as `disaggregated_params`."""
 
-    host: str
-    port: int
+    address: str
+    """Where the worker is among its peers; empty: nowhere, it has none."""
     transfer_id: str
     model: str
     """Name of the model that computed it."""
@@ -118,6 +128,8 @@ class OfferedKv:
     def misfit(self, model: str, layout: Mapping[str, Any], request: PreprocessedRequest) -> str | None:
         """Return why the cache is of no use to a worker for this request; None if it is of use."""
         prompt = request.token_ids[: self.tokens]
+        if not self.address:
+            return "the worker that computed it has no peers"
         if self.model != model:
             return f"it is of the model {self.model}, and this is {model}"
         if self.layout != layout:
@@ -141,67 +153,75 @@ class HandoverTimes:
     lease_s: float = LEASE_S
     """How long a computed prompt waits to be fetched; then its blocks are free again."""
     stall_s: float = STALL_S
-    """How long the other side may take to connect, or for the next piece."""
+    """How long the other side may take to take a call, to send the next piece, or to read it."""
 
 
-class SocketHandover:
-    """One for each prefill or decode worker. `host` is where a prefill worker listens, and what decode connects to.
+@define(eq=False)
+class _Sending:
+    """A fetch under way, in the prefill worker."""
 
-    A prefill worker listens from `start` to `close`. Port 0 is any free one.
+    offer: Offer
+    control: Control
+    """Of the call."""
+    has_place: bool = False
+    """Whether it is one of those that may be in memory."""
+    moved_s: float = inf
+    """When its caller was given the last piece; infinite until there is one."""
+
+
+class PeerHandover(AsyncEngine[KvCall, KvPiece]):
+    """One for each prefill or decode worker. As an engine it is what a prefill worker serves to its peers.
+
+    Without peers, as in `as_engine`, nothing is handed over: decode computes each prompt again.
     """
 
-    def __init__(
-        self,
-        *,
-        prefills: bool,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        times: HandoverTimes = HandoverTimes(),
-        connect: Connect = anyio.connect_tcp,
-    ) -> None:
-        self.host, self.port, self.times, self._connect = host, port, times, connect
+    def __init__(self, *, prefills: bool, times: HandoverTimes = HandoverTimes()) -> None:
+        self.times = times
         self.failures: Counter[str] = Counter()
         """Fetches of this decode worker that came to nothing, by the class of the error, or `misfit`."""
         self._prefills = prefills
         self._engine: CacheOwner | None = None
+        self._peers: Peers | None = None
+        self._address = ""
         self._offers: Offers | None = None
-        self._listener: Any = None
         self._now: Callable[[], float] = lambda: 0.0
         self._changed = anyio.Event()
-        self._serving: anyio.CancelScope | None = None
-        self._fetches = anyio.CapacityLimiter(_FETCHES_MAX)
+        self._is_closed = False
+        self._sendings: set[_Sending] = set()
+        self._places = anyio.CapacityLimiter(_FETCHES_MAX)
 
     def __len__(self) -> int:
         """Offers that wait, or are being fetched."""
         return 0 if self._offers is None else len(self._offers)
 
-    async def start(self, engine: CacheOwner) -> None:
-        """Begin with a started engine. Raise CannotConnect if a prefill worker cannot listen at its address."""
-        self._engine, self._now = engine, clock()
+    async def start(self, engine: CacheOwner, peers: Peers | None) -> None:
+        """Begin with a started engine. Raise as `Peers.serve`."""
+        self._engine, self._peers, self._now = engine, peers, clock()
         if self._prefills:
             self._offers = Offers(engine.release, self.times.lease_s)
-            try:
-                self._listener = await anyio.create_tcp_listener(local_host=self.host, local_port=self.port)
-            except OSError as error:
-                raise CannotConnect(f"the hand-over cannot listen at {self.host}:{self.port}: {error}") from error
-            self.port = self._listener.extra(SocketAttribute.local_port)
+            if peers is not None:
+                self._address = await peers.serve(self)
 
     async def background(self) -> None:
-        """Send offers to those who fetch them, and end leases; return at `close`."""
-        if self._listener is None:
-            return
-        async with self._listener:
-            with anyio.CancelScope() as self._serving:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._end_leases)
-                    await self._listener.serve(self.serve_connection, tasks)
+        """End leases, and fetches whose callers do not go on; return at `close`."""
+        while not self._is_closed:
+            self._changed = anyio.Event()
+            next_s = self._end_overdue(self._now())
+            with anyio.move_on_after(None if next_s is None else next_s - self._now()):
+                await self._changed.wait()
+
+    async def drain(self) -> None:
+        """Wait until no offer is left, at most `stall_s`: prompts that are not fetched by then are computed again."""
+        with anyio.move_on_after(self.times.stall_s):
+            while len(self):
+                await self._changed.wait()
 
     async def close(self) -> None:
         """Cut the fetches and release all offers. May be called twice, and after a start that failed."""
-        if self._serving is not None:
-            self._serving.cancel()  # the listener is closed behind it
-        elif self._listener is not None:
-            await self._listener.aclose()
+        self._is_closed = True
+        self._changed.set()
+        for sending in list(self._sendings):
+            sending.control.kill()
         if self._offers is not None:
             self._offers.clear()
 
@@ -210,16 +230,18 @@ class SocketHandover:
     def offer(self, request: PreprocessedRequest, held: HeldBlocks) -> dict[str, Any]:
         """Return the `disaggregated_params` of a computed prompt, whose blocks belong to this hand-over from now on.
 
-        They are given to `engine.release` once: when the other side has them, when the lease is over, or at `close`.
+        They are given to `engine.release` once: when the other side has them, when the lease is over, at `close`, or at
+        once without peers.
         """
         engine, offers = self._started(), self._offers
         if offers is None:
             raise EngineShutdown("the hand-over of a decode worker offers nothing")
         offer = offers.add(held, self._now())
+        if not self._address:
+            offers.taken(offer.transfer_id)
         self._changed.set()
         offered = OfferedKv(
-            host=self.host,
-            port=self.port,
+            address=self._address,
             transfer_id=offer.transfer_id,
             model=engine.model_name,
             layout=_plain(engine.store.layout),
@@ -228,44 +250,59 @@ class SocketHandover:
         )
         return {_PARAMS: to_plain(offered)}
 
-    async def _end_leases(self) -> None:
-        offers = self._offers
-        while offers is not None:
-            self._changed = anyio.Event()
-            next_s = offers.end_over(self._now())
-            with anyio.move_on_after(None if next_s is None else next_s - self._now()):
-                await self._changed.wait()
+    def _end_overdue(self, now_s: float) -> float | None:
+        """End what is overdue; return when something will be next, None if nothing waits."""
+        if self._offers is None:
+            return None
+        for sending in [each for each in self._sendings if each.moved_s + self.times.stall_s <= now_s]:
+            _log.info("a fetch of a KV cache broke off: its caller reads no more")
+            sending.control.kill()
+            self._end(sending)
+        stalls_s = [each.moved_s + self.times.stall_s for each in self._sendings]
+        lease_s = self._offers.end_over(now_s)
+        next_s = min([inf if lease_s is None else lease_s, *stalls_s])
+        return None if next_s == inf else next_s
 
-    async def serve_connection(self, stream: ByteStream) -> None:
-        """Serve one fetch and close its connection; whatever goes wrong on it ends only this one."""
-        async with stream:
-            try:
-                async with self._fetches:
-                    await self._send(Wire(stream, self.times.stall_s))
-            except _BROKEN as error:
-                _log.info("a fetch of a KV cache broke off: %s", _text(error))
-            except Exception:  # the cache could not be read, as when the device is lost
-                _log.exception("a KV cache could not be sent")
+    async def generate(self, request: Context[KvCall]) -> ResponseStream[KvPiece]:
+        """Yield the pieces of an offer, which stays until its fetch is over, also beyond its lease.
 
-    async def _send(self, wire: Wire) -> None:
-        offers, engine = self._offers, self._started()
-        wanted = await wire.receive(Fetch)
-        offer = None if offers is None else offers.fetch(wanted.transfer_id)
-        if offers is None or offer is None:
-            await wire.send(Parcel(refusal="there is no such offer, or its lease is over"))
-            return
-        has_all = False
+        Raise WorkerOverloaded if there is no such offer, or no longer. A caller that reads nothing for `stall_s` gets
+        no more; a close of the stream leaves the offer to its lease.
+        """
+        offers, call = self._offers, request.payload
+        if offers is not None and call.has_all:
+            offers.taken(call.transfer_id)
+            self._changed.set()
+            return ResponseStream.of([], request)
+        if offers is None or (offer := offers.fetch(call.transfer_id)) is None:
+            raise WorkerOverloaded("there is no such offer, or its lease is over")
+        sending = _Sending(offer, request.control)
+        self._sendings.add(sending)
+        return ResponseStream(until_stopped(self._sent(sending), request), request, ReleaseOnce(self._end, sending))
+
+    async def _sent(self, sending: _Sending) -> AsyncGenerator[KvPiece, None]:
+        engine, held = self._started(), sending.offer.held
+        await self._places.acquire_on_behalf_of(sending)
+        sending.has_place = True
         try:
-            held = offer.held
             data = await engine.compute(lambda: engine.store.read(held.block_ids, len(held.token_ids)))
-            await wire.send(Parcel(size_bytes=len(data)))
-            await wire.send_data(data)
-            has_all = (await wire.receive(Received)).size_bytes == len(data)
-        finally:
-            if has_all:
-                offers.fetched(offer)
-            else:
-                offers.broke_off(offer, self._now())
+            for piece in pieces(data):
+                sending.moved_s = self._now()
+                self._changed.set()
+                yield piece
+        except Exception:  # the cache could not be read, as when the device is lost
+            _log.exception("a KV cache could not be sent")
+            raise
+
+    def _end(self, sending: _Sending) -> None:
+        """End a fetch; does nothing the second time."""
+        if sending.has_place:
+            sending.has_place = False
+            self._places.release_on_behalf_of(sending)
+        if sending in self._sendings:
+            self._sendings.discard(sending)
+            if self._offers is not None:
+                self._offers.ended(sending.offer, self._now())
             self._changed.set()
 
     # -- decode
@@ -281,26 +318,29 @@ class SocketHandover:
         layout = engine.store.layout
         if why := offered.misfit(engine.model_name, _plain(layout), request):
             return self._failed("misfit", why)
+        if self._peers is None:
+            return self._failed("misfit", "this worker has no peers")
         try:
-            return KvBytes(offered.tokens, await self._fetched(offered, offered.tokens * layout.bytes_per_token))
-        except _BROKEN as error:
-            return self._failed(type(error).__name__, _text(error))
+            data = await self._fetched(self._peers, offered, offered.tokens * layout.bytes_per_token)
+        except (PenstockError, TimeoutError) as error:
+            return self._failed(type(error).__name__, f"{type(error).__name__}: {error}")
+        return KvBytes(offered.tokens, data)
 
-    async def _fetched(self, offered: OfferedKv, size_bytes: int) -> bytes:
-        """Return the bytes. Raise one of `_BROKEN`."""
-        with anyio.fail_after(self.times.stall_s):
-            stream = await self._connect(offered.host, offered.port)
+    async def _fetched(self, peers: Peers, offered: OfferedKv, size_bytes: int) -> bytes:
+        """Return the bytes. Raise PenstockError or TimeoutError."""
+        stall_s = self.times.stall_s
+        with anyio.fail_after(stall_s):
+            peer = await peers.engine(offered.address, KvPiece)
+            stream = await peer.generate(Context(KvCall(offered.transfer_id)))
         async with stream:
-            wire = Wire(stream, self.times.stall_s)
-            await wire.send(Fetch(offered.transfer_id))
-            parcel = await wire.receive(Parcel)
-            if parcel.refusal:
-                raise WorkerOverloaded(parcel.refusal)
-            if parcel.size_bytes != size_bytes:
-                raise InvalidMessage(f"{parcel.size_bytes} bytes of a cache are offered, {size_bytes} are needed")
-            data = await wire.receive_data(size_bytes)
-            await wire.send(Received(size_bytes))
-            return data
+            data = await received(stream, size_bytes, stall_s)
+        try:
+            with anyio.fail_after(stall_s):
+                async with await peer.generate(Context(KvCall(offered.transfer_id, has_all=True))) as ended:
+                    await ended.collect()
+        except (PenstockError, TimeoutError) as error:
+            _log.info("the blocks of a KV cache that has come stay until the end of their lease: %s", error)
+        return data
 
     def _failed(self, kind: str, why: str) -> KvBytes | None:
         """Count and log a failure; return the result of `take` after it."""
@@ -314,14 +354,6 @@ class SocketHandover:
         return self._engine
 
 
-_BROKEN = (PenstockError, OSError, anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream)
-"""What a transfer may fail with; TimeoutError is an OSError."""
-
-
 def _plain(layout: Any) -> dict[str, Any]:
     """Return the layout as plain values."""
     return asdict(layout)
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -1,114 +1,71 @@
-"""The bytes of a KV cache between two processes: their description, and the frames they come in.
+"""The bytes of a KV cache over the request plane: what decode calls for, and the pieces they come in.
 
-    decode ──► Fetch ─────────────────────────────► prefill
-           ◄── Parcel, or a refusal ◄──────────────
-           ◄── pieces of 1 MiB, each with a checksum
-           ──► Received, once all are there and right
-
-A frame is a header in MessagePack and a body; see `pipeline.wire.frames`. A connection serves one fetch.
+decode ──► KvCall ─────────────────────────────► prefill
+       ◄── KvPiece of 1 MiB, each with a checksum
+       ──► KvCall with `has_all`, once all are there and right
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeVar
 
-from anyio import EndOfStream, fail_after
-from anyio.abc import ByteStream
+from anyio import fail_after
 from attrs import frozen
 
-from pipeline import InvalidArgument
+from pipeline import ResponseStream
 from pipeline.errors import InvalidMessage
-from pipeline.wire import FrameDecoder, encode_frame, from_msgpack, to_msgpack
+from pipeline.protocols.field_rules import U64
+from pipeline.wire import FrameDecoder, encode_frame
 
 PIECE_BYTES = 1 << 20
 _FRAME_BYTES_MAX = PIECE_BYTES + 4096
 
-T = TypeVar("T")
-
 
 @frozen
-class Fetch:
-    """A request for one prompt's cache."""
+class KvCall:
+    """A call for one prompt's cache, answered by its pieces."""
 
     transfer_id: str
+    has_all: bool = False
+    """All of it has come, and is over for every other worker; answered by no item."""
 
 
 @frozen
-class Parcel:
-    """What comes, or why nothing does."""
+class KvPiece:
+    """The next bytes of a cache."""
 
-    refusal: str = ""
-    """Why nothing comes; empty: the bytes follow."""
-    size_bytes: int = 0
+    total_bytes: U64
     """Bytes of all pieces together."""
+    frame: bytes
+    """The bytes and their checksum: see `pipeline.wire.frames`."""
 
 
-@frozen
-class Received:
-    """All pieces are there."""
-
-    size_bytes: int
-
-
-def pieces(data: bytes) -> Iterator[bytes]:
-    """Yield the frames of the bytes."""
+def pieces(data: bytes) -> Iterator[KvPiece]:
+    """Yield the pieces of the bytes."""
     view = memoryview(data)
     for start in range(0, len(data), PIECE_BYTES):
-        yield encode_frame(b"", bytes(view[start : start + PIECE_BYTES]), checksum=True)
+        yield KvPiece(len(data), encode_frame(b"", bytes(view[start : start + PIECE_BYTES]), checksum=True))
 
 
-class Wire:
-    """The frames of one connection, which the caller closes.
+async def received(stream: ResponseStream[KvPiece], size_bytes: int, stall_s: float) -> bytes:
+    """Return the bytes of all pieces.
 
-    Each call raises CodecError for bytes that are no frame, or not the expected one, and at the end of the stream;
-    TimeoutError if the other side does nothing for `stall_s`; and BrokenResourceError for a broken connection.
+    Raise InvalidMessage unless there are exactly so many, another CodecError for a damaged piece, TimeoutError if
+    nothing comes for `stall_s`, and what reading the stream raises.
     """
-
-    def __init__(self, stream: ByteStream, stall_s: float) -> None:
-        self._stream, self._stall_s = stream, stall_s
-        self._decoder = FrameDecoder(limit_bytes=_FRAME_BYTES_MAX)
-        self._frames: list[bytes] = []
-
-    async def send(self, record: Any) -> None:
-        """Send a record."""
-        await self._send(encode_frame(b"", to_msgpack(record), checksum=True))
-
-    async def receive(self, kind: type[T]) -> T:
-        """Return the next frame as a record."""
-        try:
-            return from_msgpack(await self._body(), kind)
-        except InvalidArgument as error:
-            raise InvalidMessage(f"expected a {kind.__name__}: {error}") from error
-
-    async def send_data(self, data: bytes) -> None:
-        """Send bytes in pieces."""
-        for frame in pieces(data):
-            await self._send(frame)
-
-    async def receive_data(self, size_bytes: int) -> bytes:
-        """Return the bytes of the next pieces."""
-        data = bytearray()
-        while len(data) < size_bytes:
-            body = await self._body()
-            if not body:
-                raise InvalidMessage("a piece of the cache is empty")
-            data += body
+    data = bytearray()
+    while True:
+        with fail_after(stall_s):
+            piece = await anext(stream, None)
+        if piece is None:
+            break
+        if piece.total_bytes != size_bytes:
+            raise InvalidMessage(f"{piece.total_bytes} bytes of a cache come, {size_bytes} are needed")
+        decoder = FrameDecoder(limit_bytes=_FRAME_BYTES_MAX)
+        data += b"".join(frame.body for frame in decoder.feed(piece.frame))
+        decoder.finish()
         if len(data) > size_bytes:
-            raise InvalidMessage(f"{len(data)} bytes of a cache came instead of {size_bytes}")
-        return bytes(data)
-
-    async def _send(self, frame: bytes) -> None:
-        with fail_after(self._stall_s):
-            await self._stream.send(frame)
-
-    async def _body(self) -> bytes:
-        while not self._frames:
-            try:
-                with fail_after(self._stall_s):
-                    received = await self._stream.receive(PIECE_BYTES)
-            except EndOfStream as error:
-                self._decoder.finish()
-                raise InvalidMessage("the connection ended before all was there") from error
-            self._frames += [frame.body for frame in self._decoder.feed(received)]
-        return self._frames.pop(0)
+            break
+    if len(data) != size_bytes:
+        raise InvalidMessage(f"{len(data)} bytes of a cache came instead of {size_bytes}")
+    return bytes(data)

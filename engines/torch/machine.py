@@ -13,11 +13,12 @@ from pipeline import InvalidArgument
 from .adapters import Adapters
 from .drawing import draw
 from .forward import Forward
-from .kv_store import KvLayout, KvStore
+from .kv_store import KvStore
 from .library import torch
 from .loading import LoadedModel
 from .order import ModelFacts
 from .planning import StepPlan, groups
+from .self_check import checked_layout
 from .settings import TorchSettings
 from .slots import Drawn
 
@@ -32,7 +33,7 @@ class Machine:
         self, loaded: LoadedModel, settings: TorchSettings, adapters: Mapping[str, Path] | None = None
     ) -> None:
         model = loaded.model
-        layout = KvLayout.of(model)
+        layout = checked_layout(model)
         blocks = settings.kv_cache_blocks
         if blocks is None:
             blocks = settings.kv_cache_bytes // (layout.bytes_per_token * settings.block_size_tokens)

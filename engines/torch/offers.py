@@ -1,8 +1,8 @@
 """Offers: prompts that were computed here and wait to be fetched, each for as long as its lease.
 
     add ──► waiting ── lease over ─────────────────────► released
-               │ └── fetch ──► fetched whole ──────────► released
-               └───────◄────── broken off, lease not over
+               │ └── fetch ──► ended ──► taken ────────► released
+               └───────◄─────────┘ lease not over
 
 Nothing waits here, and time is passed in.
 """
@@ -51,23 +51,23 @@ class Offers:
         self._offers[offer.transfer_id] = offer
         return offer
 
-    def fetch(self, transfer_id: object) -> Offer | None:
-        """Begin a fetch; None if there is no such offer, or no longer. `fetched` or `broke_off` ends it."""
-        offer = self._offers.get(transfer_id) if isinstance(transfer_id, str) else None
+    def fetch(self, transfer_id: str) -> Offer | None:
+        """Begin a fetch; None if there is no such offer, or no longer. `ended` ends it."""
+        offer = self._offers.get(transfer_id)
         if offer is not None:
             offer.fetches += 1
         return offer
 
-    def fetched(self, offer: Offer) -> None:
-        """The other side has all of it and has checked it: the offer is over for every other fetch too."""
-        offer.fetches -= 1
-        offer.ends_s = float("-inf")
-        self._end(offer, offer.ends_s)
-
-    def broke_off(self, offer: Offer, now_s: float) -> None:
-        """The fetch failed. The offer waits for another one until its lease is over."""
+    def ended(self, offer: Offer, now_s: float) -> None:
+        """A fetch is over. Unless it was `taken`, the offer waits for another one until its lease is over."""
         offer.fetches -= 1
         self._end(offer, now_s)
+
+    def taken(self, transfer_id: str) -> None:
+        """The other side has all of it and has checked it: the offer is over for every other fetch too."""
+        if (offer := self._offers.get(transfer_id)) is not None:
+            offer.ends_s = float("-inf")
+            self._end(offer, offer.ends_s)
 
     def end_over(self, now_s: float) -> float | None:
         """Release the offers whose lease is over; return when the next one is, None if none waits."""

@@ -26,6 +26,7 @@ from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 
 from ..chunks import engine_error
 from ..llm import EngineConfig, GenerateContext, LLMEngine
+from ..peers import Peers
 from ..publishing import (
     ComponentSnapshot,
     KvEventPublisher,
@@ -75,12 +76,16 @@ class Handover(Protocol):
         """
         ...
 
-    async def start(self, engine: TorchEngine) -> None:
-        """Begin with an engine whose model is loaded; called before its `start` returns."""
+    async def start(self, engine: TorchEngine, peers: Peers | None) -> None:
+        """Begin with an engine whose model is loaded; called before its `start` returns. None: it has no peers."""
         ...
 
     async def background(self) -> None:
         """Run beside the engine's steps; cancelled after `close`."""
+        ...
+
+    async def drain(self) -> None:
+        """Wait, for a while, until what was offered is taken; called before `close` when the engine ends in order."""
         ...
 
     async def close(self) -> None:
@@ -121,6 +126,7 @@ class TorchEngine(LLMEngine):
         self.is_closing = False
         self._load, self._on_progress = load, on_progress
         self._adapters = dict(adapters or {})
+        self._peers: Peers | None = None
         self._thread: ComputeThread | None = None
         self._machine: Machine | None = None
         self._batcher = Batcher(self.settings, 0, salt=0)
@@ -143,16 +149,28 @@ class TorchEngine(LLMEngine):
         """The tensors of the cache, for functions given to `compute`. Raise EngineShutdown unless it was started."""
         return self._running().store
 
+    async def setup_peers(self, peers: Peers) -> None:
+        self._peers = peers
+
     async def start(self, worker_id: int) -> EngineConfig:
-        """Raise what `load` raises, InvalidArgument for a model that cannot be served, EngineShutdown if started."""
+        """Load the model. A failed start leaves a thread, which `cleanup` ends.
+
+        Raise what `load` raises, InvalidArgument for a model that cannot be served, and EngineShutdown if the engine
+        was started or closed before, or is closed meanwhile.
+        """
         if self._thread is not None or self.is_closing:
             raise EngineShutdown("a torch engine starts once")
         self._work = Wakeup()
         self._thread = ComputeThread(f"torch-{worker_id}")
-        machine = self._machine = await self._thread.run(self._make)
+        machine = await self._thread.run(self._make)
+        self._check_open()
+        self._machine = machine
         self._batcher = Batcher(self.settings, machine.store.blocks, salt=randbits(64))
         if self.handover is not None:
-            await self.handover.start(self)
+            await self.handover.start(self, self._peers)
+            if self.is_closing:  # there was nothing to close before
+                await self.handover.close()
+        self._check_open()
         return EngineConfig(
             model=machine.name,
             context_length=machine.facts.capacity_tokens,
@@ -168,9 +186,12 @@ class TorchEngine(LLMEngine):
 
         return Machine(self._load(self._report), self.settings, self._adapters)
 
-    def _report(self, progress: LoadingProgress) -> None:
+    def _check_open(self) -> None:
         if self.is_closing:
             raise EngineShutdown("the engine was closed while its model was loaded")
+
+    def _report(self, progress: LoadingProgress) -> None:
+        self._check_open()
         if self._on_progress is not None:
             self._on_progress(progress)
 
@@ -279,6 +300,10 @@ class TorchEngine(LLMEngine):
         for choice in choices:
             self._batcher.remove(choice)
         self._work.wake()  # what waited for their blocks may begin
+
+    async def drain(self) -> None:
+        if self.handover is not None:
+            await self.handover.drain()
 
     async def cleanup(self) -> None:
         self.is_closing = True

@@ -6,7 +6,7 @@ Which planes a worker uses is the `Runtime` it is given, not a setting.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from math import inf
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, Self
 from attrs import Factory, converters, field, fields, frozen
 
 from pipeline import InvalidArgument
-from pipeline.protocols.card import ModelInput, ModelType
+from pipeline.protocols.card import ByteLevel, ModelInput, ModelType
 from pipeline.settings import ANY, by_variable, from_environment, number, whole
 from pipeline.telemetry import with_labels
 
@@ -64,6 +64,12 @@ class WorkerConfig:
     """Form of the requests; an LLMEngine takes Tokens."""
     endpoint_types: str = "chat,completions"
     """Surfaces that a front end opens, separated by commas: see `parse_endpoint_types`."""
+    write_model: Callable[[Path], None] | None = field(default=None, repr=False)
+    """Writes the text side of a model that is no folder into one, for the card. None: the model has none."""
+    adapters: tuple[str, ...] = ()
+    """Names of the LoRA adapters that the engine has; each gets a card of its own."""
+    byte_level: ByteLevel | None = None
+    """What the built-in model has in place of a folder. None: another model."""
     custom_jinja_template: Path | None = field(default=None, converter=converters.optional(Path))
     """Chat template instead of the model's own."""
     tool_call_parser: str | None = None

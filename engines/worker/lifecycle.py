@@ -22,6 +22,7 @@ from pipeline.foreign import raise_if_ours
 
 from ..chunks import engine_error
 from ..llm import EngineConfig, LLMEngine
+from ..peers import Peers
 from ..publishing import EngineMetrics, Step
 
 if TYPE_CHECKING:
@@ -87,8 +88,9 @@ class Lifecycle:
         self.is_cleaning_up = False
         """True from the beginning of `clean_up` on."""
 
-    async def start(self, worker_id: int) -> EngineConfig:
-        """Start the engine. A foreign error is raised as a BackendError; `clean_up` is due then as well.
+    async def start(self, worker_id: int, peers: Peers | None = None) -> EngineConfig:
+        """Start the engine, with its peers if there are any. A foreign error is raised as a BackendError; `clean_up` is
+        due then as well.
 
         Raises EngineShutdown the second time, and after `clean_up`; ContractViolation for an engine that returns no
         EngineConfig.
@@ -99,6 +101,8 @@ class Lifecycle:
         happened: LifecycleEvent = "start_failed"
         try:
             with engine_errors():
+                if peers is not None:
+                    await self._engine.setup_peers(peers)
                 config = await self._engine.start(worker_id)
             if not isinstance(config, EngineConfig):
                 name, made = type(self._engine).__name__, type(config).__name__

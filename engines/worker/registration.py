@@ -14,8 +14,9 @@ makes a card of names.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -28,9 +29,11 @@ from pipeline.protocols import worker_label
 from pipeline.protocols.card import (
     STOPS_PREFILLS,
     DisaggregatedEndpoint,
+    LoraInfo,
     ModelDeploymentCard,
     ModelRuntimeConfig,
     PromptFormatterFile,
+    TaggedFile,
 )
 from pipeline.protocols.kv import KV_EVENTS_TOPIC, KV_METRICS_TOPIC
 
@@ -48,7 +51,7 @@ from .config import WorkerConfig, served_name
 from .lifecycle import engine_errors
 
 if TYPE_CHECKING:
-    from pipeline.network import EndpointId, Runtime, Served
+    from pipeline.network import EndpointId, Objects, Runtime, Served
 
 _log = logging.getLogger(__name__)
 
@@ -65,18 +68,34 @@ class Registration:
         """The served endpoint; None before, and for a worker that was shut down before."""
         self._runtime, self._endpoint, self._worker_id = runtime, endpoint, worker_id
         self._kv_logs, self._shutdown = kv_logs, shutdown
+        self._adapters: dict[str, Any] = {}  # their leases
 
     async def make_card(self, worker: WorkerConfig, engine: EngineConfig, environment: Mapping[str, str]) -> None:
-        """Make the card. Raises InvalidArgument as `card_of`."""
-        if model_folder(worker) is None and worker.custom_jinja_template is None:
-            card = card_of(worker, engine, environment)
-        else:  # its files are read whole, meanwhile other workers of this loop go on
-            with time_held():
-                card = await anyio.to_thread.run_sync(card_of, worker, engine, environment)
+        """Make the card, and store its files for front ends.
+
+        Raises InvalidArgument as `card_of`, and Unavailable if the files cannot be stored.
+        """
+        if worker.write_model is None:
+            card = await self._card(worker, engine, environment)
+        else:
+            with TemporaryDirectory(prefix="penstock-") as folder:
+                await _write(worker.write_model, Path(folder))
+                written = evolve(worker, model_name=folder)
+                card = evolve(await self._card(written, engine, environment), source_path=worker.model_name)
         card.runtime_config.enable_local_indexer = self._kv_logs.answers
         self.card = card
 
-    async def serve(self, engine: AsyncEngine[Any, Any]) -> None:
+    async def _card(
+        self, worker: WorkerConfig, engine: EngineConfig, environment: Mapping[str, str]
+    ) -> ModelDeploymentCard:
+        """Return the card of the worker, its files stored as objects."""
+        if model_folder(worker) is None and worker.custom_jinja_template is None:
+            return card_of(worker, engine, environment)
+        with time_held():  # its files are read whole, meanwhile other workers of this loop go on
+            card = await anyio.to_thread.run_sync(card_of, worker, engine, environment)
+        return await with_objects(card, self._runtime.objects)
+
+    async def serve(self, engine: AsyncEngine[Any, Any], adapters: Collection[str] = ()) -> None:
         """Serve the engine and register it, unless a shutdown comes first. Raises as `Runtime.serve`."""
         with anyio.CancelScope() as scope:
             forget = self._shutdown.on_stop(scope.cancel)
@@ -85,8 +104,34 @@ class Registration:
                 self.served = await self._runtime.serve(
                     self._endpoint, engine, card=self.card, instance_id=self._worker_id
                 )
+                await self.announce_adapters(adapters)
             finally:
                 forget()
+
+    async def announce_adapters(self, names: Collection[str]) -> None:
+        """Have a card for each of these adapters, and for no other, while the worker is visible.
+
+        They go with the worker's own. Raise as `Discovery.register_model`.
+        """
+        from pipeline.network import Model  # as in `Worker`
+
+        if (served := self.served) is None or self.card is None:
+            return
+        for name in [name for name in self._adapters if name not in names]:
+            lease = self._adapters.pop(name)
+            served.leases = tuple(one for one in served.leases if one is not lease)
+            await lease.release()
+        for name in names:
+            if name in self._adapters or not served.leases:
+                continue
+            card = evolve(self.card, lora=LoraInfo(name))
+            model = Model(self._endpoint, self._worker_id, card, suffix=name)
+            lease = await self._runtime.discovery.register_model(model)
+            if not served.leases:  # it was withdrawn meanwhile
+                await lease.release()
+                return
+            self._adapters[name] = lease
+            served.leases = (*served.leases, lease)
 
     async def withdraw(self, grace_s: float) -> None:
         """Remove it from discovery, serve on for the grace period, then refuse new requests."""
@@ -105,6 +150,15 @@ class Registration:
         if self.served is not None:
             self.served.abort()
         self._kv_logs.abort()
+
+
+async def _write(write: Callable[[Path], None], folder: Path) -> None:
+    """Write the files of a model into a folder. Raise InvalidArgument if that is not possible."""
+    try:
+        with time_held():
+            await anyio.to_thread.run_sync(write, folder)
+    except OSError as error:
+        raise InvalidArgument(f"its text side cannot be written: {error}", field="model_name") from error
 
 
 Connect = Callable[[str], Callable[[object], None]]
@@ -135,15 +189,21 @@ def attach_kv_events(
             source.on_ready(KvEventPublisher(worker_id, source.dp_rank, send, log_of(source.dp_rank)))
 
 
-def attach_snapshots(bindings: MetricsBindings, worker_id: int, metrics: EngineMetrics, connect: Connect) -> None:
-    """Give the engine the publisher of its ranks' snapshots, if it names any. Raises as `attach_kv_events`."""
+def attach_snapshots(
+    bindings: MetricsBindings, worker_id: int, metrics: EngineMetrics, connect: Connect
+) -> SnapshotPublisher | None:
+    """Give the engine the publisher of its ranks' snapshots, if it names any, and return it.
+
+    Raises as `attach_kv_events`.
+    """
     if not bindings.dp_ranks:
-        return
+        return None
     _check_unique(bindings.dp_ranks)
     publisher = SnapshotPublisher(worker_id, bindings.dp_ranks, metrics, _connected(connect, KV_METRICS_TOPIC))
     if bindings.on_publisher_ready is not None:
         with engine_errors():
             bindings.on_publisher_ready(publisher)
+    return publisher
 
 
 def worker_labels(endpoint: EndpointId, worker_id: int, *, model: str, model_name: str) -> dict[str, str]:
@@ -216,8 +276,31 @@ def card_of(
         worker_type=mode.worker_type,
         needs=mode.needs(route_to_encoder=worker.route_to_encoder, may_prefill=worker.may_prefill),
         aliases=list(engine.model_aliases),
+        byte_level=worker.byte_level,
         runtime_config=runtime_config_of(worker, engine, environment or {}),
     ).with_projected_context()
+
+
+_FILES = ("model_info", "tokenizer", "prompt_formatter", "chat_template_file", "gen_config")
+"""The fields of a card that are files."""
+
+
+async def with_objects(card: ModelDeploymentCard, objects: Objects) -> ModelDeploymentCard:
+    """Return the card with its files stored as objects, each with the name of its own.
+
+    Raise InvalidArgument if one of them cannot be read, Unavailable if it cannot be stored.
+    """
+    stored: dict[str, Any] = {}
+    for field in _FILES:
+        tagged: TaggedFile | None = getattr(card, field)
+        if tagged is not None:
+            try:
+                name = await objects.put(Path(tagged.file.path))
+            except OSError as error:
+                text = f"{tagged.file.path} of {card.display_name} cannot be read: {error}"
+                raise InvalidArgument(text, field="model_name") from error
+            stored[field] = evolve(tagged, file=evolve(tagged.file, size=name.size_bytes, sha256=name.sha256))
+    return evolve(card, **stored) if stored else card
 
 
 def _base(worker: WorkerConfig, engine: EngineConfig, name: str) -> ModelDeploymentCard:

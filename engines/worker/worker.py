@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, ExitStack
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -26,13 +27,21 @@ import anyio
 from pipeline import Control, PenstockError, StreamClosed
 from pipeline.errors import BackendCancelled
 from pipeline.foreign import raise_if_ours
-from pipeline.protocols.kv import KV_EVENTS_TOPIC
+from pipeline.protocols.kv import KV_EVENTS_TOPIC, LOADS_EVERY_S
 from pipeline.settings import Variable, switch
 from pipeline.telemetry import Tracer, with_labels
 
 from ..adapter import RequestAdapter
 from ..llm import EngineConfig, LLMEngine
-from ..publishing import EngineMetrics, KvEventLogs, MakeKvEventLog, MetricsBindings, MetricsContext
+from ..peers import WorkerPeers
+from ..publishing import (
+    EngineMetrics,
+    KvEventLogs,
+    MakeKvEventLog,
+    MetricsBindings,
+    MetricsContext,
+    SnapshotPublisher,
+)
 from .config import ShutdownTimes, WorkerConfig, served_name
 from .health import SystemHealth, WorkerHealth
 from .lifecycle import Background, Lifecycle, WorkerState, engine_errors
@@ -118,10 +127,12 @@ class Worker:
         self._bindings = MetricsBindings()
         may_answer = config.enable_local_indexer and config.disaggregation_mode.may_index
         self._kv_logs = KvEventLogs(kv_event_log if may_answer else None, self.endpoint, self.worker_id)
+        self._peers = WorkerPeers(self.runtime, self.endpoint, self.worker_id)
         self._registration = Registration(self.runtime, self.endpoint, self.worker_id, self._kv_logs, self._shutdown)
         self._labels: dict[str, str] = {}
         self._own_health = WorkerHealth(self.health, f"{self.endpoint.path}/{self.worker_id}")
         self._cut_opening: Callable[[], None] = lambda: None
+        self._end_repeating: Callable[[], None] = lambda: None
         self._exits: AsyncExitStack | None = None
         self._is_used = False
         self._slack_s = 0.0
@@ -150,6 +161,13 @@ class Worker:
         During the start it takes effect after it. `run` then ends; a block ends by its own code: see `wait`.
         """
         self._shutdown.stop()
+
+    async def announce_adapters(self, names: Collection[str]) -> None:
+        """Have front ends see these LoRA adapters, and no others, from now on; nothing before it is registered.
+
+        For one task at a time. Raise Unavailable if discovery cannot be reached.
+        """
+        await self._registration.announce_adapters(names)
 
     async def wait(self) -> None:
         """Return once `shutdown` was called, or the engine's background has failed."""
@@ -227,7 +245,7 @@ class Worker:
     async def _open(self) -> None:
         if self._shutdown.is_stopped:
             return
-        config = self.engine_config = await self._lifecycle.start(self.worker_id)
+        config = self.engine_config = await self._lifecycle.start(self.worker_id, self._peers)
         name = served_name(self.config, config)
         self._labels = worker_labels(self.endpoint, self.worker_id, model=config.model, model_name=name)
         metrics = EngineMetrics(self._metrics, self._labels)
@@ -250,7 +268,9 @@ class Worker:
         with engine_errors():
             sources = await self.engine.kv_event_sources()
         attach_kv_events(sources, config.kv_cache_block_size, self.worker_id, self._connect, self._kv_logs.log_of)
-        attach_snapshots(self._bindings, self.worker_id, metrics, self._connect)
+        snapshots = attach_snapshots(self._bindings, self.worker_id, metrics, self._connect)
+        if snapshots is not None:
+            self._end_repeating = self._background.run(partial(_repeat, snapshots))
 
     def _connect(self, topic: str) -> Callable[[object], None]:
         from pipeline.network import Scope
@@ -277,7 +297,8 @@ class Worker:
         settings = IdleProbeSettings.from_environment(self._environment)
         if self._shutdown.is_stopped:
             return
-        await self._registration.serve(self._own_health.watched(adapter, payload, settings))
+        watched = self._own_health.watched(adapter, payload, settings)
+        await self._registration.serve(watched, self.config.adapters)
         if self.served is not None:
             self._own_health.begin(self._background.run)
             _log.info("%s serves %s", self, name)
@@ -306,12 +327,15 @@ class Worker:
         """End what still runs, then clean up; shielded from cancellation."""
         now_s = anyio.current_time()
         self._own_health.forget()
+        self._end_repeating()
         self._kv_logs.cut()
+        self._peers.cut()
         try:
             if self.served is not None:
                 self.served.cut()
                 await _bounded(self.served.drained, now_s + _SETTLE_S)
             await _bounded(self._kv_logs.withdraw, now_s + _SETTLE_S)  # of a failed start, or a cancelled end
+            await _bounded(self._peers.withdraw, now_s + _SETTLE_S)
             await _bounded(self._background.idle, now_s + _SETTLE_S)
         finally:  # asyncio's own cancel, as of a second Ctrl-C, knows no shield
             await self._clean_up(max(deadline_s, now_s + CLEANUP_S))
@@ -350,8 +374,16 @@ class Worker:
         self.failure = failure
         self._own_health.end()
         self._registration.abort()
+        self._peers.abort()
         self.shutdown()
         self._cut_opening()
+
+
+async def _repeat(snapshots: SnapshotPublisher) -> None:
+    """Repeat the loads for routers that missed them, until cancelled."""
+    while True:
+        await anyio.sleep(LOADS_EVERY_S)
+        snapshots.repeat()
 
 
 async def _bounded(work: Callable[[], Awaitable[object]], until_s: float) -> bool:

@@ -6,30 +6,20 @@
 
 Source: dynamo lib/mocker/src/services/bootstrap.rs, BootstrapServer. Other than there, both sides are in one process,
 so there is no socket and no frame; the limits and the rule about identities are the same. A side that comes after the
-other gave up fails at once instead of waiting.
-
-The sides of the mock engine's requests, on their ranks, are `Sender` and `Receiver`:
-
-    prefill worker   queue ─ compute ─ hold ──── chunk with the token ──── blocks fetched ─ release ─ last chunk
-    decode worker    reserve room ─────────────── blocks on their way ──── activate ─ tokens
+other gave up fails at once instead of waiting. Between two processes the prefill worker's exchange counts: `across`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 from uuid import UUID
 
 import anyio
 from attrs import frozen
 
-from pipeline import Cancelled, Control, InvalidArgument, WorkerOverloaded
-from pipeline.protocols import LLMEngineOutput
+from pipeline import Control, InvalidArgument, WorkerOverloaded
 
-from ..answer import Answer
-from ..rank import REJECTED
-from .protocol import Transfer, TransferKey, TransferOrder, TransferTiming
+from .protocol import Transfer, TransferKey, TransferOrder
 from .session import (
     DestinationEndpoint,
     DestinationSide,
@@ -75,7 +65,9 @@ class TransferExchange:
     ) -> None:
         self.order: TransferOrder = Transfer(order).order  # which refuses an unknown one
         self._rendezvous_timeout_s = rendezvous_timeout_s
-        self._session_timeout_s = session_timeout_s
+        self.session_timeout_s = session_timeout_s
+        self.hosts: set[str] = set()
+        """Addresses at which workers of other processes reach prefill workers of this exchange."""
         self._waiting_max = waiting_max
         self._sessions: dict[Place, TransferSession] = {}
         self._waiting: set[TransferSession] = set()
@@ -103,15 +95,16 @@ class TransferExchange:
         another identity, unless it is ending and only waits for its sides to leave; and WorkerOverloaded if too many
         wait. The sides already there are not affected.
         """
-        return SourceEndpoint(side, lambda endpoint: self._join(key, endpoint), control)
+        return SourceEndpoint(side, lambda endpoint: self.join(key, endpoint), control)
 
     def destination(
         self, key: TransferKey, side: DestinationSide, control: Control | None = None
     ) -> DestinationEndpoint:
         """Return the decode worker's endpoint; the rest as `source`."""
-        return DestinationEndpoint(side, lambda endpoint: self._join(key, endpoint), control)
+        return DestinationEndpoint(side, lambda endpoint: self.join(key, endpoint), control)
 
-    def _join(self, key: TransferKey, endpoint: SessionEndpoint[Any]) -> TransferSession:
+    def join(self, key: TransferKey, endpoint: SessionEndpoint[Any]) -> TransferSession:
+        """Return the session with the endpoint in it. Raise as `source`."""
         session = self._find(key, endpoint.role)
         if session is not None:
             self._waiting.discard(session)
@@ -156,7 +149,7 @@ class TransferExchange:
 
     def _session(self, key: TransferKey) -> TransferSession:
         now_s = anyio.current_time()
-        rendezvous_s, session_s = now_s + self._rendezvous_timeout_s, now_s + self._session_timeout_s
+        rendezvous_s, session_s = now_s + self._rendezvous_timeout_s, now_s + self.session_timeout_s
         return TransferSession(key, self.order, rendezvous_s=rendezvous_s, session_s=session_s, on_over=self._close)
 
     def _close(self, session: TransferSession) -> None:
@@ -169,69 +162,3 @@ class TransferExchange:
         if len(self._missed) < self._waiting_max:
             absent: TransferRole = "destination" if "source" in session.endpoints else "source"
             self._missed[session.key] = _Missed(session.ending, absent, session.deadline_s)
-
-
-class Sender:
-    """The prefill worker's side of one request; see `SourceSide`."""
-
-    def __init__(self, answer: Answer, timing: TransferTiming) -> None:
-        self._answer, self._timing = answer, timing
-
-    def submit(self) -> None:
-        self._answer.begin(holds_blocks=True)
-
-    async def hold(self) -> TransferTiming:
-        await self._answer.finished()
-        return self._timing
-
-    def release(self) -> None:
-        self._answer.release()
-
-    def cancel(self) -> None:
-        self._answer.close()
-
-
-class Receiver:
-    """The decode worker's side of one request; see `DestinationSide`."""
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-
-    async def reserve(self) -> int:
-        answer, (sequence, *others) = self._answer, self._answer.sequences
-        if others:
-            raise InvalidArgument("transferred blocks serve one choice", field="n")
-        if answer.rank.scheduler.rejects(sequence):
-            raise InvalidArgument(REJECTED)
-        await answer.rank.reserve(sequence)
-        return sequence.prompt_tokens - (sequence.cached_tokens or 0)
-
-    def activate(self) -> None:
-        (sequence,) = self._answer.sequences
-        self._answer.rank.activate(sequence, self._answer.channel)
-
-    def cancel(self) -> None:
-        self._answer.close()
-
-
-async def transferred(
-    answer: Answer, endpoint: SourceEndpoint | DestinationEndpoint
-) -> AsyncGenerator[LLMEngineOutput, None]:
-    """Yield an answer by its side of a transfer.
-
-    A prefill's chunk comes as soon as its blocks are held, and its last one when the decode worker has them; an answer
-    of a decode worker begins when the blocks have arrived.
-    """
-    try:
-        async with endpoint, aclosing(answer.chunks()) as chunks:
-            if isinstance(endpoint, SourceEndpoint):
-                await endpoint.held()
-                yield await anext(chunks)
-            await endpoint.done()
-            async for chunk in chunks:
-                yield chunk
-    except Cancelled:
-        if not answer.control.is_stopped:
-            raise
-        if not answer.control.is_killed:
-            yield answer.cancelled()

@@ -140,7 +140,7 @@ def test_choices_of_one_prompt_wait_for_the_first_and_share_its_blocks() -> None
     world.step()
     assert {choice.cached_tokens for choice in others} == {8}
     world.run()
-    assert list(world.answers.values()) == [answer_to(range(9), 3)] * 3
+    assert list(world.answers.values()) == [answer_to(range(9), 3, index) for index in range(3)]
 
 
 def test_choices_whose_first_one_is_gone_begin_alone() -> None:
@@ -150,7 +150,7 @@ def test_choices_whose_first_one_is_gone_begin_alone() -> None:
     world.add(asked, index=1, leader=first)
     world.batcher.remove(first)
     world.run()
-    assert world.answers[1] == answer_to(range(9), 2)
+    assert world.answers[1] == answer_to(range(9), 2, 1)
 
 
 def test_the_youngest_gives_way_when_blocks_run_out_and_ends_with_the_same_tokens() -> None:
@@ -227,7 +227,7 @@ def test_blocks_of_a_prompt_are_held_until_they_are_released() -> None:
     world.run()
     held = world.batcher.take_held(choice)
     assert len(held.block_ids) == 3
-    assert [world.cells[held.block_ids[place // BLOCK]][place % BLOCK] for place in range(10)] == prompt
+    assert [world.cells.blocks[held.block_ids[place // BLOCK]][place % BLOCK] for place in range(10)] == prompt
     world.batcher.remove(choice)
     assert world.batcher.pool.active == 3
     world.batcher.release_held(held)

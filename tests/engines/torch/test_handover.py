@@ -1,136 +1,22 @@
-"""A cache handed over as bytes: leases, checks, faults on the way. In virtual time, over connections in memory."""
+"""A cache handed over as bytes: leases, checks, faults on the way. In virtual time, over a request plane in memory."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import anyio
 import attrs
 import pytest
-from anyio.abc import ByteStream, TaskGroup
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
-from attrs import define, evolve, field, frozen
+from attrs import evolve
 
-from engines.torch.handover import HandoverTimes, OfferedKv, SocketHandover
-from engines.torch.kv_wire import PIECE_BYTES
-from engines.torch.slots import HeldBlocks, KvBytes
-from pipeline import InvalidArgument
-from pipeline.protocols import PrefillResult, PreprocessedRequest, RoutingHints
+from engines.torch import HandoverTimes, KvBytes, PeerHandover
+from engines.torch.handover import OfferedKv
+from engines.torch.kv_wire import PIECE_BYTES, KvCall, KvPiece
+from pipeline import Context, InvalidArgument
+from pipeline.protocols import PreprocessedRequest, RoutingHints
 
-T = TypeVar("T")
-PROMPT = (3, 1, 4, 1, 5, 9)
-TIMES = HandoverTimes()
-HELD = HeldBlocks((7, 8), PROMPT)
-Tamper = Callable[[bytes], bytes]
-
-
-@frozen
-class Layout:
-    layers: int = 2
-    dtype: str = "float32"
-    bytes_per_token: int = 64
-
-
-@define(slots=False)
-class Cache:
-    """An engine with a cache, as its hand-over sees it; block numbers are its bytes."""
-
-    model_name: str = "tiny"
-    layout: Layout = Layout()
-    released: list[HeldBlocks] = field(factory=list)
-    read_s: float = 0.0
-    """How long a read takes."""
-
-    @property
-    def store(self) -> Cache:
-        return self
-
-    def read(self, block_ids: Sequence[int], tokens: int) -> bytes:
-        return bytes(block_ids[token % len(block_ids)] for token in range(tokens * self.layout.bytes_per_token))
-
-    async def compute(self, work: Callable[[], T]) -> T:
-        await anyio.sleep(self.read_s)
-        return work()
-
-    def release(self, held: HeldBlocks) -> None:
-        self.released.append(held)
-
-
-@define
-class MemoryBytes(ByteStream):
-    """One end of a connection in memory; what it sends goes through `tamper`."""
-
-    _outgoing: MemoryObjectSendStream[bytes]
-    _incoming: MemoryObjectReceiveStream[bytes]
-    tamper: Tamper = lambda data: data
-
-    async def send(self, item: bytes) -> None:
-        if tampered := self.tamper(item):
-            await self._outgoing.send(tampered)
-
-    async def receive(self, max_bytes: int = 65536) -> bytes:
-        return await self._incoming.receive()
-
-    async def send_eof(self) -> None:
-        self._outgoing.close()
-
-    async def aclose(self) -> None:
-        self._outgoing.close()
-        self._incoming.close()
-
-
-@define
-class World:
-    """A prefill and a decode worker; `connections` counts what decode has opened."""
-
-    prefill: SocketHandover
-    decode: SocketHandover
-    prefill_cache: Cache
-    decode_cache: Cache
-    tasks: TaskGroup
-    tamper: Tamper = lambda data: data
-    connections: int = 0
-
-    async def connect(self, host: str, port: int) -> ByteStream:
-        self.connections += 1
-        there, back = (anyio.create_memory_object_stream[bytes](64) for _ in range(2))
-        self.tasks.start_soon(self.prefill.serve_connection, MemoryBytes(back[0], there[1], self.tamper))
-        return MemoryBytes(there[0], back[1])
-
-    def request(self, params: Any, token_ids: Sequence[int] = PROMPT) -> PreprocessedRequest:
-        return PreprocessedRequest(list(token_ids), prefill_result=PrefillResult(params))
-
-    async def take(self, params: Any, **others: Any) -> KvBytes | None:
-        return await self.decode.take(self.request(params, **others))
-
-    def offer(self) -> dict[str, Any]:
-        return self.prefill.offer(PreprocessedRequest(list(PROMPT)), HELD)
-
-
-@asynccontextmanager
-async def world(cache: Cache | None = None, times: HandoverTimes = TIMES) -> AsyncIterator[World]:
-    """Both workers started; the prefill worker's leases run."""
-    made: list[World] = []
-
-    async def connect(host: str, port: int) -> ByteStream:
-        return await made[0].connect(host, port)
-
-    prefill = SocketHandover(prefills=True, times=times)
-    decode = SocketHandover(prefills=False, times=times, connect=connect)
-    async with anyio.create_task_group() as tasks:
-        both = World(prefill, decode, cache or Cache(), Cache(), tasks)
-        made.append(both)
-        await prefill.start(both.prefill_cache)
-        await decode.start(both.decode_cache)
-        tasks.start_soon(prefill.background)
-        await anyio.wait_all_tasks_blocked()
-        try:
-            yield both
-        finally:
-            await prefill.close()
-            await decode.close()
+from .handover_worlds import HELD, PROMPT, Cache, Layout, Tamper, untouched, world
 
 
 async def test_decode_gets_the_bytes_and_the_blocks_are_free_at_once() -> None:
@@ -183,6 +69,23 @@ async def test_an_offer_is_fetched_once() -> None:
         assert both.prefill_cache.released == [HELD]
 
 
+async def test_eight_caches_are_in_memory_at_the_same_time_and_the_others_wait() -> None:
+    async with world(Cache(read_s=1)) as both:
+        taken = list[KvBytes | None]()
+
+        async def take(params: Any) -> None:
+            taken.append(await both.take(params))
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(20):
+                tasks.start_soon(take, both.offer())
+        assert both.prefill_cache.most_reading == 8
+        assert len(taken) == 20
+        assert None not in taken
+        await anyio.wait_all_tasks_blocked()
+        assert both.prefill_cache.released == [HELD] * 20
+
+
 @pytest.mark.parametrize(
     "change",
     [{"model": "other"}, {"layout": {"layers": 3}}, {"tokens": 5}, {"tokens": 0}, {"tokens": 99}, {"prompt_hash": 1}],
@@ -193,7 +96,7 @@ async def test_a_cache_that_does_not_fit_is_not_fetched(change: dict[str, Any]) 
         params["torch_kv"] |= change
         assert await both.take(params) is None
         assert both.decode.failures == {"misfit": 1}
-        assert both.connections == 0
+        assert both.peers.calls == 0
 
 
 async def test_a_cache_of_another_adapter_is_not_fetched() -> None:
@@ -211,7 +114,9 @@ async def test_a_migrated_request_uses_the_cache_for_its_beginning() -> None:
         assert taken.tokens == len(PROMPT)
 
 
-@pytest.mark.parametrize("params", [None, {}, {"kv_transfer_params": {}}, {"torch_kv": 3}, {"torch_kv": {"host": 1}}])
+@pytest.mark.parametrize(
+    "params", [None, {}, {"kv_transfer_params": {}}, {"torch_kv": 3}, {"torch_kv": {"address": 1}}]
+)
 async def test_the_prefill_of_another_engine_is_refused_by_name(params: Any) -> None:
     async with world() as both:
         with pytest.raises(InvalidArgument) as refused:
@@ -219,43 +124,91 @@ async def test_the_prefill_of_another_engine_is_refused_by_name(params: Any) -> 
         assert refused.value.field.startswith("prefill_result.disaggregated_params")
 
 
-def flipped(data: bytes) -> bytes:
-    return data if len(data) < 300 else data[:-1] + bytes([data[-1] ^ 1])
+def flipped(frame: bytes) -> bytes:
+    return frame[:-1] + bytes([frame[-1] ^ 1])
 
 
-def cut(data: bytes) -> bytes:
-    return data if len(data) < 300 else data[:100]
+def cut(frame: bytes) -> bytes:
+    return frame[:100]
 
 
-def lost(data: bytes) -> bytes:
-    return data if len(data) < 300 else b""
+def lost(frame: bytes) -> None:
+    return None
 
 
 @pytest.mark.parametrize(
-    ("tamper", "kind"), [(flipped, "ChecksumMismatch"), (cut, "TimeoutError"), (lost, "TimeoutError")]
+    ("tamper", "kind"), [(flipped, "ChecksumMismatch"), (cut, "InvalidMessage"), (lost, "TimeoutError")]
 )
 async def test_damaged_bytes_are_computed_again_and_wait_for_the_lease(tamper: Tamper, kind: str) -> None:
     async with world() as both:
-        both.tamper = tamper
+        both.peers.tamper = tamper
         offered = both.offer()
         assert await both.take(offered) is None
         assert both.decode.failures == {kind: 1}
         await anyio.wait_all_tasks_blocked()
         assert both.prefill_cache.released == []
-        both.tamper = lambda data: data
+        both.peers.tamper = untouched
         assert await both.take(offered) is not None  # another worker may still fetch it
 
 
-async def test_a_prefill_worker_that_is_gone_costs_the_time_of_a_connection_only() -> None:
+async def test_a_cache_of_another_size_is_not_taken() -> None:
+    async with world(Cache(layout=Layout(bytes_per_token=63))) as both:
+        both.decode_cache.layout = evolve(both.decode_cache.layout, bytes_per_token=64)
+        params = both.offer()
+        params["torch_kv"]["layout"]["bytes_per_token"] = 64
+        assert await both.take(params) is None
+        assert both.decode.failures == {"InvalidMessage": 1}
+
+
+@pytest.mark.parametrize("how", ["withdraw", "cut", "abort"])
+async def test_a_prefill_worker_that_is_gone_costs_the_time_of_a_lookup_only(how: str) -> None:
+    async with world() as both:
+        params, begun_s = both.offer(), anyio.current_time()
+        if how == "withdraw":
+            await both.prefill_peers.withdraw()
+        else:
+            getattr(both.prefill_peers, how)()
+        assert await both.take(params) is None
+        assert both.decode.failures == {"CannotConnect": 1}
+        assert anyio.current_time() - begun_s <= 1.01
+
+
+async def test_a_prefill_worker_that_dies_while_it_sends_costs_a_computation() -> None:
+    async with world(Cache(read_s=4)) as both:
+        both.tasks.start_soon(both.take, both.offer())
+        await anyio.sleep(1)
+        both.prefill_peers.abort()
+        await anyio.sleep(0.1)
+        assert both.decode.failures == {"Disconnected": 1}
+
+
+async def test_a_prefill_worker_that_dies_before_it_knows_that_all_has_come_costs_nothing() -> None:
     async with world() as both:
 
-        async def refused(host: str, port: int) -> ByteStream:
-            raise ConnectionRefusedError(111, "Connection refused")
+        def die(frame: bytes) -> bytes:
+            both.tasks.start_soon(kill)
+            return frame
 
-        decode = SocketHandover(prefills=False, connect=refused)
-        await decode.start(both.decode_cache)
-        assert await decode.take(both.request(both.offer())) is None
-        assert decode.failures == {"ConnectionRefusedError": 1}
+        async def kill() -> None:
+            both.prefill_peers.cut()
+
+        both.peers.tamper = die
+        assert await both.take(both.offer()) is not None
+        assert not both.decode.failures
+
+
+async def test_workers_without_peers_compute_each_prompt_again() -> None:
+    async with world() as both:
+        alone = PeerHandover(prefills=True)
+        await alone.start(both.prefill_cache, None)
+        params = alone.offer(PreprocessedRequest(list(PROMPT)), HELD)
+        assert both.prefill_cache.released == [HELD]
+        assert await both.take(params) is None
+        assert both.decode.failures == {"misfit": 1}
+        other = PeerHandover(prefills=False)
+        await other.start(both.decode_cache, None)
+        assert await other.take(both.request(both.offer())) is None
+        assert other.failures == {"misfit": 1}
 
 
 async def test_a_take_that_is_cancelled_leaves_the_offer_to_its_lease() -> None:
@@ -267,16 +220,37 @@ async def test_a_take_that_is_cancelled_leaves_the_offer_to_its_lease() -> None:
         assert both.prefill_cache.released == [HELD]
 
 
-async def test_a_connection_that_sends_nothing_or_nonsense_harms_no_other() -> None:
-    async with world() as both:
-        silent = await both.connect("", 0)
-        noisy = await both.connect("", 0)
-        await noisy.send(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
+async def test_a_fetch_that_breaks_off_leaves_the_offer_to_its_own_lease() -> None:
+    async with world(Cache(read_s=4)) as both:
+        first = both.offer()
+        with anyio.move_on_after(2):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(both.take, first)
+                await anyio.sleep(1)
+                both.offer()
+        await anyio.sleep(28.5)  # 30.5 s after the first offer, 29.5 s after the second
+        assert both.prefill_cache.released == [HELD]
+        await anyio.sleep(1)
+        assert both.prefill_cache.released == [HELD, HELD]
+
+
+async def test_a_caller_that_reads_no_more_holds_neither_the_blocks_nor_a_place_for_longer_than_a_stall() -> None:
+    wide = Layout(bytes_per_token=PIECE_BYTES)
+    async with world(Cache(layout=wide), HandoverTimes(lease_s=3, stall_s=5)) as both:
+        both.decode_cache.layout = wide
+        streams = []
+        for _ in range(8):
+            params = both.offer()["torch_kv"]
+            peer = await both.peers.engine(params["address"], KvPiece)
+            streams.append(await peer.generate(Context(KvCall(params["transfer_id"]))))
+            await anext(streams[-1])
+        await anyio.sleep(4.9)
+        assert both.prefill_cache.released == []
+        await anyio.sleep(0.2)
+        assert both.prefill_cache.released == [HELD] * 8
         assert await both.take(both.offer()) is not None
-        await anyio.sleep(6)  # longer than a stall
-        for stream in (silent, noisy):
-            with pytest.raises(anyio.EndOfStream):
-                await stream.receive()
+        for stream in streams:
+            assert await stream.collect() == []
             await stream.aclose()
 
 
@@ -289,10 +263,30 @@ async def test_a_cache_that_cannot_be_read_costs_one_fetch_only(caplog: pytest.L
         both.prefill_cache.read = fail  # type: ignore[method-assign]
         offered = both.offer()
         assert await both.take(offered) is None
-        assert both.decode.failures == {"InvalidMessage": 1}
+        assert both.decode.failures == {"Unknown": 1}
         assert "the device is lost" in caplog.text
         both.prefill_cache.read = whole  # type: ignore[method-assign]
         assert await both.take(offered) is not None
+
+
+async def test_a_prefill_worker_that_ends_in_order_waits_for_its_offers_to_be_taken() -> None:
+    async with world(Cache(read_s=2)) as both:
+        both.tasks.start_soon(both.take, both.offer())
+        begun_s = anyio.current_time()
+        await both.prefill.drain()
+        assert anyio.current_time() - begun_s == pytest.approx(2, abs=0.1)
+        assert both.prefill_cache.released == [HELD]
+        await both.prefill.drain()
+        assert anyio.current_time() - begun_s == pytest.approx(2, abs=0.1)
+
+
+async def test_a_prefill_worker_that_ends_in_order_does_not_wait_for_a_whole_lease() -> None:
+    async with world() as both:
+        both.offer()
+        begun_s = anyio.current_time()
+        await both.prefill.drain()
+        await both.decode.drain()
+        assert anyio.current_time() - begun_s == pytest.approx(both.prefill.times.stall_s)
 
 
 async def test_a_close_releases_every_offer_once_and_cuts_fetches() -> None:
@@ -308,33 +302,10 @@ async def test_a_close_releases_every_offer_once_and_cuts_fetches() -> None:
 
 
 def test_the_params_are_plain_values() -> None:
-    offered = OfferedKv("127.0.0.1", 1, "id", "tiny", {"layers": 2}, 3, 2**64 - 1)
+    offered = OfferedKv("ns/prefill/peers/1/0", "id", "tiny", {"layers": 2}, 3, 2**64 - 1)
     assert OfferedKv.of_params({"torch_kv": {**_plain(offered), "added_later": 1}}) == offered
     assert "another prompt" in (evolve(offered, tokens=0).misfit("tiny", {"layers": 2}, PreprocessedRequest([1])) or "")
 
 
 def _plain(offered: OfferedKv) -> dict[str, Any]:
     return attrs.asdict(offered)
-
-
-class TestRealSockets:
-    """The same over TCP, in real time."""
-
-    @pytest.fixture
-    def anyio_backend(self) -> str:
-        return "asyncio"
-
-    async def test_a_cache_crosses_a_socket(self) -> None:
-        prefill, decode = SocketHandover(prefills=True), SocketHandover(prefills=False)
-        owner, other = Cache(), Cache()
-        await prefill.start(owner)
-        await decode.start(other)
-        params = prefill.offer(PreprocessedRequest(list(PROMPT)), HELD)
-        request = PreprocessedRequest(list(PROMPT), prefill_result=PrefillResult(params))
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(prefill.background)
-            taken = await decode.take(request)
-            assert taken == KvBytes(len(PROMPT), owner.read((7, 8), len(PROMPT)))
-            await prefill.close()
-        assert owner.released == [HELD]
-        assert await decode.take(request) is None

@@ -31,6 +31,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2": SIZES
     | {"num_key_value_heads": 1, "use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2},
     "Gemma2": SIZES | {"num_key_value_heads": 4, "head_dim": 16, "sliding_window": 12},
+    "OPT": SIZES | {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.3},
+    "Falcon": SIZES,
     "GPT2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 128, "n_positions": 256, "initializer_range": 0.3},
 }
 
@@ -72,11 +74,39 @@ async def test_a_model_in_half_precision_answers() -> None:
         assert made.store.layout.bytes_per_token == 4 * 2 * 2 * 16 * 2
 
 
-async def test_a_model_without_keys_and_values_is_refused() -> None:
-    transformers: Any = pytest.importorskip("transformers")
-    config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=128, state_size=4)
-    engine = engine_of(transformers.MambaForCausalLM(config).eval())
+async def refusal(model: Any) -> str:
+    """Return why the start of an engine of this model is refused."""
     with pytest.raises(InvalidArgument) as refused:
-        async with as_engine(engine):
+        async with as_engine(engine_of(model)):
             pytest.fail("it started")
     assert refused.value.field == "model_path"
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "why"),
+    [
+        ("Mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, "no keys and values"),
+        ("Bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "cannot be computed in parts"),
+        ("GPTNeo", {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["local"], 2]]}, "local"),
+    ],
+)
+async def test_a_model_that_is_not_served_is_refused_by_name(family: str, sizes: dict[str, Any], why: str) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config")(vocab_size=128, **sizes)
+    assert why in await refusal(getattr(transformers, f"{family}ForCausalLM")(config).eval())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_model_that_computes_otherwise_in_parts_is_refused_where_that_is_sure(
+    dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch: Any = pytest.importorskip("torch")
+    model = model_of("Mistral").to(getattr(torch, dtype))
+    plain = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda states, position_ids: plain(states, position_ids - position_ids[:, :1])
+    if dtype == "float32":
+        assert "computes other logits" in await refusal(model)
+        return
+    async with as_engine(engine_of(model)):
+        assert "its answers may be wrong" in caplog.text

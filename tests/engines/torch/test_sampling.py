@@ -130,6 +130,7 @@ def refused(field: str, request: PreprocessedRequest, facts: ModelFacts = FACTS)
 def test_prompts_that_cannot_be_computed_are_refused() -> None:
     refused("token_ids", request_of([]))
     refused("token_ids", request_of([1, 1000]))
+    refused("token_ids", request_of([1, -1]))
     refused("token_ids", request_of(range(10)), evolve(FACTS, capacity_tokens=10))
     refused("prompt_embeds", evolve(request_of(PROMPT), prompt_embeds="AAAA"))
     refused("lora_name", evolve(request_of(PROMPT), routing=RoutingHints(lora_name="x")))
@@ -137,6 +138,39 @@ def test_prompts_that_cannot_be_computed_are_refused() -> None:
     refused("max_thinking_tokens", evolve(request_of(PROMPT), stop_conditions=StopConditions(max_thinking_tokens=3)))
     refused("n", request_of(PROMPT, n=0))
     refused("max_tokens", request_of(PROMPT, max_tokens=3, min_tokens=4))
+
+
+def test_every_option_is_taken_over() -> None:
+    given: dict[str, Any] = {"temperature": 0.5, "top_k": 3, "top_p": 0.4, "min_p": 0.2, "seed": 9}
+    penalties: dict[str, Any] = {"presence_penalty": -1.0, "frequency_penalty": 1.5, "repetition_penalty": 1.2}
+    assert sampling(**given, **penalties) == Sampling(**given, **penalties)
+
+
+@pytest.mark.parametrize("option", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
+def test_each_penalty_alone_is_one(option: str) -> None:
+    assert sampling(**{option: 0.5}).has_penalties
+    assert not sampling(**{option: 1.0 if option == "repetition_penalty" else 0.0}).has_penalties
+
+
+@pytest.mark.parametrize("count", [None, 0, 5])
+def test_log_probabilities_may_be_wanted_of_the_token_alone(count: int | None) -> None:
+    request = evolve(request_of(PROMPT), output_options=OutputOptions(logprobs=count))
+    assert order_of(request, FACTS, seed=1).sampling.logprobs == count
+
+
+@pytest.mark.parametrize("ids", ["stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden"])
+def test_stop_ids_of_each_kind_end_a_choice(ids: str) -> None:
+    given: dict[str, Any] = {ids: [4, 5]}
+    request = evolve(request_of(PROMPT), stop_conditions=StopConditions(**given))
+    assert order_of(request, FACTS, seed=1).limits.stop_token_ids == {4, 5}
+
+
+def test_adapters_have_blocks_of_their_own() -> None:
+    facts = evolve(FACTS, adapters=("legal", "medical"))
+    routes = (None, RoutingHints(lora_name="legal"), RoutingHints(lora_name="medical"))
+    found = [order_of(evolve(request_of(PROMPT), routing=routing), facts, seed=1) for routing in routes]
+    assert [one.adapter for one in found] == [None, "legal", "medical"]
+    assert len({one.hash_seed for one in found}) == 3
 
 
 def test_tenants_have_blocks_of_their_own() -> None:

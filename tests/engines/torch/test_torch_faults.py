@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from engines import EngineConfig, GenerateContext, as_engine
-from engines.torch import LoadingProgress, TorchEngine
+from engines.torch import LoadingProgress, PeerHandover, TorchEngine
 from pipeline import Context, EngineShutdown, InvalidArgument
 from pipeline.errors import BackendUnknown
 from pipeline.llm import block_hashes
@@ -135,6 +135,44 @@ async def test_a_load_is_given_up_when_the_engine_is_closed() -> None:
         await engine.cleanup()
     assert len(outcome) == 1
     assert 0 < len(reports) < 10_000
+
+
+async def test_a_start_whose_engine_is_closed_meanwhile_leaves_nothing_open() -> None:
+    """Closed behind the last report of the load, and while the hand-over starts."""
+    steps = list[str]()
+
+    class Handover(PeerHandover):
+        async def start(self, engine: Any, peers: Any) -> None:
+            steps.append("start")
+            await engine.cleanup()
+
+        async def close(self) -> None:
+            steps.append("close")
+
+    def load(report: Any) -> Any:
+        began.set()
+        may_end.wait(5)
+        return loader()(report)
+
+    began, may_end = Event(), Event()
+    engine = TorchEngine(load, handover=Handover(prefills=True))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(raises_shutdown, engine)
+        assert await anyio.to_thread.run_sync(began.wait, 5)
+        tasks.start_soon(engine.cleanup)
+        await anyio.wait_all_tasks_blocked()
+        may_end.set()
+    assert steps == ["close"]
+    await raises_shutdown(TorchEngine(loader(), handover=Handover(prefills=True)))
+    assert steps == ["close", "start", "close", "close"]
+
+
+async def raises_shutdown(engine: TorchEngine) -> None:
+    with pytest.raises(EngineShutdown):
+        await engine.start(1)
+    assert engine.batcher.pool.active == 0
+    with pytest.raises(EngineShutdown):
+        assert engine.store
 
 
 async def test_a_load_that_fails_is_raised_by_the_start() -> None:

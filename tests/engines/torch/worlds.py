@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 from attrs import define, evolve, field
 
-from engines.torch import Batcher, Choice, Drawn, ModelFacts, News, Order, StepPlan, TorchSettings, order_of
+from engines.torch import (
+    Batcher,
+    Choice,
+    Drawn,
+    LoadedModel,
+    ModelFacts,
+    News,
+    Order,
+    StepPlan,
+    TorchEngine,
+    TorchSettings,
+    order_of,
+)
 from pipeline.protocols import PreprocessedRequest, SamplingOptions, StopConditions
 
 FACTS = ModelFacts(vocab_size=1000, capacity_tokens=10_000, eos_token_ids=(0,))
@@ -39,20 +52,77 @@ def next_token(tokens: Sequence[int]) -> int:
     return found % 1000
 
 
-def answer_to(prompt: Sequence[int], tokens: int) -> list[int]:
-    """Return the answer of that length, drawn one by one."""
+def answer_to(prompt: Sequence[int], tokens: int, index: int = 0) -> list[int]:
+    """Return the answer of that length, drawn one by one, of the choice with this number."""
     sequence = list(prompt)
     for _ in range(tokens):
-        sequence.append(next_token(sequence))
+        sequence.append((next_token(sequence) + index) % 1000)
     return sequence[len(prompt) :]
+
+
+class Cells:
+    """What computes in the place of a model: for each block the tokens whose KV it holds.
+
+    The choices of one request draw different tokens: that of a number draws so many more.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks: list[list[int | None]] = [[None] * BLOCK for _ in range(blocks)]
+
+    def compute(self, plan: StepPlan) -> list[Drawn | None]:
+        """Compute a step through the blocks, as a model would."""
+        for load in plan.loads:
+            for place in range(load.start, load.kv.tokens):
+                self._write(load.block_ids, place, load.kv.data[place])
+        for chunk in plan.chunks:
+            for place in range(chunk.start, chunk.end):
+                self._write(chunk.block_ids, place, chunk.choice.tokens[place])
+        return [
+            self._draw(chunk.block_ids, chunk.end, chunk.choice.index) if chunk.draws else None for chunk in plan.chunks
+        ]
+
+    def _draw(self, blocks: Sequence[int], tokens: int, index: int) -> Drawn:
+        seen = [self.blocks[blocks[place // BLOCK]][place % BLOCK] for place in range(tokens)]
+        return Drawn((next_token([-1 if token is None else token for token in seen]) + index) % 1000)
+
+    def _write(self, blocks: Sequence[int], place: int, token: int) -> None:
+        self.blocks[blocks[place // BLOCK]][place % BLOCK] = token
+
+
+class CellMachine:
+    """The same as the machine of a TorchEngine, which needs no torch then; `before` is called before each step."""
+
+    name = "cells"
+
+    def __init__(self, blocks: int, before: Callable[[StepPlan], object] = lambda plan: None) -> None:
+        self.store = SimpleNamespace(blocks=blocks)
+        self.facts = ModelFacts(vocab_size=1000, capacity_tokens=blocks * BLOCK)
+        self.before = before
+        self._cells = Cells(blocks)
+
+    def run(self, plan: StepPlan) -> list[Drawn | None]:
+        self.before(plan)
+        return self._cells.compute(plan)
+
+
+class CellEngine(TorchEngine):
+    """A TorchEngine with such a machine of 64 blocks, or as many as are given."""
+
+    def __init__(self, machine: CellMachine | None = None, *, handover: Any = None, **settings: Any) -> None:
+        sizes: dict[str, Any] = {"block_size_tokens": BLOCK, "max_num_seqs": 8, "max_num_batched_tokens": 32}
+        super().__init__(lambda report: LoadedModel(None, "none"), TorchSettings(**sizes | settings), handover=handover)
+        self._cell_machine = machine or CellMachine(64)
+
+    def _make(self) -> Any:
+        return self._cell_machine
 
 
 @define
 class World:
-    """A batcher and the cache its steps write: for each block the tokens whose KV it holds."""
+    """A batcher and the cache its steps write."""
 
     batcher: Batcher
-    cells: list[list[int | None]]
+    cells: Cells
     answers: dict[int, list[int]] = field(factory=dict)
     """Number of the choice -> the tokens it received."""
     news: list[News] = field(factory=list)
@@ -63,7 +133,7 @@ class World:
     @classmethod
     def of(cls, blocks: int, *, salt: int = SALT, **settings: Any) -> World:
         made = evolve(TorchSettings(block_size_tokens=BLOCK, max_num_batched_tokens=64), **settings)
-        return cls(Batcher(made, blocks, salt=salt), [[None] * BLOCK for _ in range(blocks)])
+        return cls(Batcher(made, blocks, salt=salt), Cells(blocks))
 
     def add(self, order: Order, **fields: Any) -> Choice:
         """Queue a choice whose news are recorded."""
@@ -85,15 +155,8 @@ class World:
 
     def finish(self, plan: StepPlan) -> None:
         """Compute a planned step as a model would, through the blocks, and apply it."""
-        for load in plan.loads:
-            for place in range(load.start, load.kv.tokens):
-                self._write(load.block_ids, place, load.kv.data[place])
-        for chunk in plan.chunks:
-            for place in range(chunk.start, chunk.end):
-                self._write(chunk.block_ids, place, chunk.choice.tokens[place])
         self.computed.append(sum(chunk.count for chunk in plan.chunks))
-        drawn = [self._draw(chunk.block_ids, chunk.end) if chunk.draws else None for chunk in plan.chunks]
-        self.batcher.apply(plan, drawn)
+        self.batcher.apply(plan, self.cells.compute(plan))
         self.batcher.pool.check()
 
     def step(self) -> StepPlan | None:
@@ -108,10 +171,3 @@ class World:
         while self.step() is not None:
             steps += 1
         return steps
-
-    def _draw(self, blocks: Sequence[int], tokens: int) -> Drawn:
-        seen = [self.cells[blocks[place // BLOCK]][place % BLOCK] for place in range(tokens)]
-        return Drawn(next_token([-1 if token is None else token for token in seen]))
-
-    def _write(self, blocks: Sequence[int], place: int, token: int) -> None:
-        self.cells[blocks[place // BLOCK]][place % BLOCK] = token

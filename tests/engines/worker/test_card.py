@@ -6,13 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
-from engines import DisaggregationMode, EngineConfig, WorkerConfig
-from engines.worker.registration import card_of
-from pipeline import InvalidArgument
+from engines import DisaggregationMode, EchoEngine, EngineConfig, ShutdownTimes, Worker, WorkerConfig
+from engines.worker.registration import card_of, with_objects
+from pipeline import InvalidArgument, Unavailable
+from pipeline.llm import checked_file
 from pipeline.llm.model_folder import card_checksum, file_checksum
+from pipeline.network import ObjectName, Runtime
+from pipeline.network.objects import InProcessObjects
 from pipeline.protocols.card import (
+    ByteLevel,
     DisaggregatedEndpoint,
     ModelDeploymentCard,
     ModelRuntimeConfig,
@@ -177,3 +182,112 @@ def test_values_that_make_no_valid_card_are_refused(worker: dict[str, Any], engi
     with pytest.raises(InvalidArgument) as refused:
         card(worker, **engine)
     assert refused.value.field == field
+
+
+async def test_the_files_of_a_card_are_stored_as_objects_of_their_own_names(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+    objects = InProcessObjects()
+    made = await with_objects(card({"model_name": str(folder)}), objects)
+    stored = [tagged.file for tagged in made.files if tagged is not None]
+    assert len(stored) >= 2
+    for number, file in enumerate(stored):
+        assert file.sha256 is not None
+        assert file.size is not None
+        await objects.get(ObjectName(file.sha256, file.size), tmp_path / f"{number}")
+        assert checked_file(tmp_path / f"{number}").checksum == file.checksum
+    assert from_json(to_json(made), ModelDeploymentCard).files == made.files
+    assert made == card({"model_name": str(folder)})
+
+
+async def test_a_file_that_is_gone_before_it_is_stored_is_refused(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+    made = card({"model_name": str(folder)})
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(InvalidArgument, match="cannot be read") as refused:
+        await with_objects(made, InProcessObjects())
+    assert refused.value.field == "model_name"
+
+
+async def test_objects_that_cannot_be_stored_are_the_error_of_the_worker(folder: Path) -> None:
+    class Full(InProcessObjects):
+        async def put(self, path: Path) -> ObjectName:
+            raise Unavailable("no space left")
+
+    with pytest.raises(Unavailable, match="no space left"):
+        await with_objects(card({"model_name": str(folder)}), Full())
+
+
+def test_the_built_in_model_is_in_the_card() -> None:
+    parts = ByteLevel("{{ messages[-1].content }}", checks_token_ids=False)
+    made = card({"byte_level": parts})
+    assert from_json(to_json(made), ModelDeploymentCard).byte_level == parts
+    assert "byte_level" not in json.loads(to_json(card()))
+    others = [card(), card({"byte_level": ByteLevel("x", checks_token_ids=False)})]
+    others.append(card({"byte_level": ByteLevel(parts.chat_template)}))
+    assert all(card_checksum(other) != card_checksum(made) for other in others)
+
+
+@pytest.mark.parametrize("ending", ["end", "abort"])
+async def test_each_adapter_has_a_card_that_goes_with_the_workers_own(ending: str) -> None:
+    config = WorkerConfig(namespace="ns", adapters=("org/sql", "math"))
+    async with Runtime.in_process() as runtime:
+        async with Worker(EchoEngine(), config, runtime=runtime, environment={}, times=ShutdownTimes(0, 1)) as worker:
+            models = await runtime.discovery.models()
+            assert {one.suffix for one in models} == {None, "org/sql", "math"}
+            assert {one.card.lora.name for one in models if one.card.lora is not None} == {"org/sql", "math"}
+            assert {one.instance_id for one in models} == {worker.worker_id}
+            if ending == "abort":
+                assert worker.served is not None
+                worker.served.abort()
+                await anyio.sleep(0.1)
+                assert await runtime.discovery.models() == []
+        assert await runtime.discovery.models() == []
+
+
+async def test_a_model_that_is_no_folder_is_written_into_one_for_its_card() -> None:
+    folders: list[Path] = []
+
+    def write(path: Path) -> None:
+        folders.append(path)
+        (path / "tokenizer.json").write_text("{}")
+
+    config = WorkerConfig(model_name="small.gguf", served_model_name="small", write_model=write)
+    async with Worker(EchoEngine(), config, environment={}, times=ShutdownTimes(0, 1)) as worker:
+        made = worker.card
+        assert made is not None
+        assert (made.display_name, made.source_path) == ("small", "small.gguf")
+        assert made.tokenizer is not None
+        assert made.tokenizer.file.sha256 is not None
+    assert not folders[0].exists()
+
+
+async def test_a_model_that_cannot_be_written_is_the_error_of_the_worker() -> None:
+    def write(path: Path) -> None:
+        raise OSError("no space left")
+
+    config = WorkerConfig(model_name="small.gguf", write_model=write)
+    with pytest.raises(InvalidArgument, match="no space left"):
+        await Worker(EchoEngine(), config, environment={}).__aenter__()
+
+
+async def test_adapters_come_and_go_while_the_worker_serves() -> None:
+    config = WorkerConfig(namespace="ns", adapters=("sql",))
+    async with Runtime.in_process() as runtime:
+
+        async def announced() -> list[str]:
+            return sorted(one.suffix for one in await runtime.discovery.models() if one.suffix is not None)
+
+        worker = Worker(EchoEngine(), config, runtime=runtime, environment={}, times=ShutdownTimes(0, 1))
+        await worker.announce_adapters(["early"])
+        async with worker:
+            assert await announced() == ["sql"]
+            await worker.announce_adapters(["sql", "math"])
+            assert await announced() == ["math", "sql"]
+            await worker.announce_adapters(["math"])
+            assert await announced() == ["math"]
+            assert worker.served is not None
+            await worker.served.unpublish()
+            assert await announced() == []
+            await worker.announce_adapters(["late"])
+            assert await announced() == []
+        assert await runtime.discovery.models() == []

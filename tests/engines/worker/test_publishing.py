@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import pytest
 
 from engines import (
@@ -31,6 +32,7 @@ from pipeline.protocols import PreprocessedRequest, StopConditions
 from pipeline.protocols.kv import (
     KV_EVENTS_TOPIC,
     KV_METRICS_TOPIC,
+    LOADS_EVERY_S,
     ActiveLoad,
     KvCleared,
     KvEvent,
@@ -38,6 +40,7 @@ from pipeline.protocols.kv import (
     RouterEvent,
 )
 from tests.engines.worker.worlds import BROKEN, ScriptedSteps, collect, hosted
+from tests.pipeline.network.direct_events.worlds import deployment
 
 
 @pytest.fixture
@@ -136,6 +139,28 @@ async def test_snapshots_are_sent_without_kv_events_too(changes: list[SnapshotPu
         ActiveLoad(7, 3, kv_used_blocks=5),
         ActiveLoad(7, 0, active_decode_blocks=4, active_prefill_tokens=0, kv_used_blocks=5),
     ]
+
+
+async def test_the_last_load_of_each_rank_is_repeated_until_the_worker_ends(changes: list[SnapshotPublisher]) -> None:
+    """For a router in another process that comes late, or lost a report."""
+    engine = ScriptedSteps()
+    engine.bindings = MetricsBindings(dp_ranks=[0, 1, 2], on_publisher_ready=changes.append)
+    received: list[Event[ActiveLoad]] = []
+    async with deployment() as made, made.process() as here, made.process() as front:
+        async with hosted(engine, here, worker_id=7):
+            for blocks in (5, 6):
+                changes[0].publish(0, ComponentSnapshot(blocks, 10, 0.5))
+            changes[0].publish(2, ComponentSnapshot(1, 10, 0.1))
+            await anyio.sleep(1)
+            front.events.subscribe(Scope("dynamo", "backend"), KV_METRICS_TOPIC, ActiveLoad).subscribe(received.append)
+            await anyio.sleep(LOADS_EVERY_S)
+            known = [ActiveLoad(7, 0, kv_used_blocks=6), ActiveLoad(7, 2, kv_used_blocks=1)]
+            assert [event.payload for event in received] == known
+            await anyio.sleep(LOADS_EVERY_S)
+            assert [event.payload for event in received] == 2 * known
+        received.clear()
+        await anyio.sleep(10 * LOADS_EVERY_S)
+        assert received == []
 
 
 def broken_source(_: object) -> None:

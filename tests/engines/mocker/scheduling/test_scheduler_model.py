@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from attrs import define, field, frozen
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.mocker.scheduling import ROLES, BlockPool, Burst, NoEvictPolicy, Scheduler, Sequence, VllmPolicy
@@ -364,7 +364,6 @@ class Both:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32),
     capacity=st.integers(3, 9),

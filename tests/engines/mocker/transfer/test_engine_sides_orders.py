@@ -182,7 +182,7 @@ async def play(order: TransferOrder, story: list[Any]) -> Deployment:
     return deployment
 
 
-@settings(max_examples=60)
+@settings(max_examples=3 * settings().max_examples // 5)
 @given(st.sampled_from(get_args(TransferOrder)), steps)
 @example("source_first", [("begin", "prefill", 10), ("kill", "prefill", 0), ("begin", "prefill", 0)])
 @example(

@@ -1,0 +1,65 @@
+"""Engines whose callers are in other processes: the contract holds, and chunks arrive as they were made."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from engines import EchoEngine, LLMEngine, as_engine
+from engines.mocker import MockEngine, MockEngineArgs
+from pipeline import Annotated, AsyncEngine, Context
+from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, StopConditions
+from pipeline.testing import check_engine
+from tests.pipeline.network.tcp.worlds import OPTIONS, pair
+from tests.pipeline.network.worlds import eventually
+
+KIND: Any = Annotated[LLMEngineOutput]
+REQUEST = PreprocessedRequest(list(range(64)), stop_conditions=StopConditions(max_tokens=64))
+BAD = PreprocessedRequest([], prompt_embeds="AAAA")
+NARROW = evolve(OPTIONS, window_items=8)
+
+
+def made(name: str) -> LLMEngine:
+    return EchoEngine(0.01) if name == "echo" else MockEngine(MockEngineArgs(speedup_ratio=10.0))
+
+
+@asynccontextmanager
+async def between_processes(engine: LLMEngine, held: list[Any]) -> AsyncIterator[AsyncEngine[Any, Any]]:
+    """The engine, as a caller in another process has it."""
+    async with pair(NARROW) as world, as_engine(engine) as local:
+        serving, remote = await world.serve(local, KIND)
+        held[:] = [serving]
+        yield remote
+        await eventually(lambda: serving.running == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["echo", "mock"])
+async def test_an_engine_of_another_process_holds_the_contract(name: str) -> None:
+    held: list[Any] = []
+    await check_engine(
+        lambda: between_processes(made(name), held),
+        request=REQUEST,
+        bad_request=BAD,
+        open_count=lambda _: held[0].running,
+        compared=lambda items: [item.data.token_ids for item in items],
+        settle_s=1.0,
+    )
+
+
+@pytest.mark.parametrize("name", ["echo", "mock"])
+async def test_chunks_arrive_as_they_were_made(name: str) -> None:
+    async with as_engine(made(name)) as local:
+        expected = await (await local.generate(Context(REQUEST, id="r"))).collect()
+    async with between_processes(made(name), []) as remote:
+        found = await (await remote.generate(Context(REQUEST, id="r"))).collect()
+    assert [_timeless(item) for item in found] == [_timeless(item) for item in expected]
+    assert len(found) >= 64
+
+
+def _timeless(item: Any) -> Any:
+    return evolve(item, data=evolve(item.data, worker_trace_link=None, engine_data=None))
