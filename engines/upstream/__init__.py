@@ -20,11 +20,11 @@ with brought_by("upstream", by=__name__):
         Taken,
         kv_connector,
     )
-    from .errors import TransferFailed
     from .errors import of_frame as of_frame
     from .errors import of_status as of_status
     from .facts import EventSource, ServerFacts
     from .http_exchange import Exchange as Exchange
+    from .http_exchange import fetched as fetched
     from .kv_events import KvEventFeeds, KvEventFollower
     from .leases import Lease, Leases
     from .openai import IdForm, OpenAIUpstream
@@ -32,6 +32,7 @@ with brought_by("upstream", by=__name__):
     from .text_answer import UNKNOWN_TOKEN as UNKNOWN_TOKEN
     from .token_answer import TokenAnswer as TokenAnswer
     from .upstream import Upstream
+    from .upstream import authorization as authorization
     from .vllm import VllmUpstream
     from .vllm_disaggregated import VllmDecode, VllmPrefill
     from .vllm_logprobs import of_completion as of_completion
@@ -55,7 +56,6 @@ __all__ = [
     "ServerFacts",
     "SglangUpstream",
     "Taken",
-    "TransferFailed",
     "Upstream",
     "VllmDecode",
     "VllmPrefill",

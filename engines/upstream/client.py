@@ -1,4 +1,4 @@
-"""Client: an httpx2 client for one server, whose errors become those of the tree; and Address, the URL of a server.
+"""Client: the connections to one server, whose errors become those of the tree; and Address, the URL of a server.
 
 Each concurrent request has a connection, which is kept for the next one. The first answer counts: the client follows no
 redirect, uses no proxy, keeps no cookie, and reads neither `.netrc` nor the environment.
@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import os
 import ssl
-from http.cookiejar import CookieJar, DefaultCookiePolicy
+from collections.abc import Mapping
+from functools import lru_cache
 
+import httpcore2
 import httpx2
 from attrs import frozen
 
 from pipeline import InvalidArgument, PenstockError
 from pipeline.errors import CannotConnect, ConnectionTimeout, Disconnected, InvalidMessage, ResponseTimeout
+
+from .transport import Http1Transport
 
 
 @frozen
@@ -29,16 +33,17 @@ class Address:
 
         Raise InvalidArgument, which names the setting `field`, for any other text.
         """
+        if "@" in text:  # no message shows a password
+            raise InvalidArgument("a user and a password do not fit in the URL; the API key is sent", field=field)
+        shown = text.partition("?")[0]  # nor a key behind it
         try:
             url = httpx2.URL(text)
         except httpx2.InvalidURL as error:
-            raise InvalidArgument(f"{text!r} is no URL: {error}", field=field) from error
-        if url.scheme not in ("http", "https") or not url.host:
-            raise InvalidArgument(f"expected a URL such as http://127.0.0.1:8000, got {text!r}", field=field)
-        if url.userinfo:
-            raise InvalidArgument("a user and a password do not fit in the URL; the API key is sent", field=field)
+            raise InvalidArgument(f"{shown!r} is no URL: {error}", field=field) from error
+        if url.scheme not in ("http", "https") or not url.host or not 0 < (url.port or 80) < 2**16:
+            raise InvalidArgument(f"expected a URL such as http://127.0.0.1:8000, got {shown!r}", field=field)
         if url.query or url.fragment or not _is_plain(text):
-            raise InvalidArgument(f"a scheme, a host, a port and a path are all that fit, got {text!r}", field=field)
+            raise InvalidArgument(f"a scheme, a host, a port and a path are all that fit, got {shown!r}", field=field)
         return cls(url.copy_with(path=url.path.rstrip("/").removesuffix("/v1"), query=None, fragment=None))
 
     def __str__(self) -> str:
@@ -57,9 +62,10 @@ IDLE_S = 4.0
 
 CONNECT_S = 10.0
 
-_LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_S)
 _ENDS = ("Server disconnected", "peer closed connection")
 """Beginnings of the message when the server closed the connection; httpx2 has the same class for invalid HTTP."""
+
+_HEADERS = {"user-agent": "penstock", "accept-encoding": "identity"}  # compressed answers arrive late
 
 
 class Client:
@@ -74,17 +80,24 @@ class Client:
         self._connect_s = min(CONNECT_S, silence_s)
         self.in_flight = 0
         """Number of requests that are sent, or whose answers are read, now."""
-        self.http = httpx2.AsyncClient(
-            transport=network() if transport is None else transport,
-            base_url=address.url,
-            headers={"accept-encoding": "identity"},  # compressed answers arrive late
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # a cookie would tie all requests to one worker
-            timeout=httpx2.Timeout(silence_s, connect=self._connect_s, pool=None),
-            trust_env=False,
+        self.is_closed = False
+        self._transport = network() if transport is None else transport
+        self._timeout_s = {"connect": self._connect_s, "read": silence_s, "write": silence_s, "pool": None}
+        self._url = lru_cache(maxsize=64)(lambda path: httpx2.URL(f"{address}{path}"))
+
+    async def send(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None
+    ) -> httpx2.Response:
+        """Send a request to a path below the address, and return the response when its head is there."""
+        extensions = {"timeout": self._timeout_s}
+        request = httpx2.Request(
+            method, self._url(path), headers={**_HEADERS, **headers}, content=body, extensions=extensions
         )
+        return await self._transport.handle_async_request(request)
 
     async def aclose(self) -> None:
-        await self.http.aclose()
+        self.is_closed = True
+        await self._transport.aclose()
 
     def problem(self, error: httpx2.TransportError) -> PenstockError:
         """Return the error of the tree: CannotConnect with the system's reason, ConnectionTimeout, ResponseTimeout,
@@ -103,9 +116,9 @@ class Client:
         return InvalidMessage(f"the answer is no HTTP: {error}")
 
 
-def network() -> httpx2.AsyncHTTPTransport:
-    """Return a transport over TCP, without delay of small writes; with TLS for https, by the system's certificates."""
-    return httpx2.AsyncHTTPTransport(verify=ssl.create_default_context(), trust_env=False, limits=_LIMITS)
+def network(backend: httpcore2.AsyncNetworkBackend | None = None) -> Transport:
+    """Return a transport over TCP; with TLS for https, by the system's certificates. `backend` replaces TCP."""
+    return Http1Transport(IDLE_S, backend)
 
 
 def _reason(error: BaseException) -> str:

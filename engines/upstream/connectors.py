@@ -20,7 +20,8 @@ components/src/dynamo/vllm/kv_connector_protocols.py. Other than there, leases a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from math import inf
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -31,10 +32,12 @@ from pipeline import InvalidArgument
 from pipeline.errors import InvalidMessage
 from pipeline.protocols import BootstrapInfo, PreprocessedRequest
 
+from ..llm import GenerateContext
 from .leases import Lease, Leases
 
 _PARAMS = "kv_transfer_params"
-_LEASE = "lease"
+LEASE = "lease"
+"""Name of the lease in the parameters of an offer."""
 _FIELD = "prefill_result.disaggregated_params"
 
 
@@ -71,12 +74,18 @@ class PrefillServer:
         return cls(bootstrap_url.rstrip("/"), engine_ids)
 
 
+Fetch = Callable[[PreprocessedRequest, GenerateContext], object]
+"""Has a decode server fetch the blocks that the request's `prefill_result` offers."""
+
+
 class KvConnector(ABC):
     """One for all servers of a deployment, shared by its prefill and decode workers: it counts their leases.
 
-    Workers in another process need one of the same class; a lease then begins when decode takes it, so the time before
-    is not counted. `lease_s` is how long the prefill servers keep the blocks, by default as long as theirs do. Raise
-    InvalidArgument unless it is above 0.
+    Workers in another process need one of the same class; the prefill workers know how much of their leases is left.
+    Without peers, as in `as_engine`, a lease begins when decode takes it, and the time before is not counted.
+
+    `lease_s` is how long the prefill servers keep the blocks, by default as long as theirs do. Raise InvalidArgument
+    unless it is above 0.
     """
 
     name: ClassVar[str]
@@ -89,6 +98,8 @@ class KvConnector(ABC):
         if lease_s is not None and not lease_s > 0:
             raise InvalidArgument(f"must be above 0, got {lease_s:g}", field="lease_s")
         self.leases = Leases(self.default_lease_s if lease_s is None else lease_s)
+        self._fetchers: list[tuple[str, Fetch]] = []
+        """The decode servers that fetch what no answer needs, with their models."""
 
     def transfer_id(self) -> str:
         """Return the id of a new transfer, for `prefill_params` and `offer`."""
@@ -99,15 +110,22 @@ class KvConnector(ABC):
         """Return the `kv_transfer_params` of prefill's request; None: it has none."""
 
     def offer(
-        self, transfer_id: str, answered: Any, *, server: PrefillServer | None = None, dp_rank: int = 0
+        self,
+        transfer_id: str,
+        answered: Any,
+        *,
+        server: PrefillServer | None = None,
+        dp_rank: int = 0,
+        address: str = "",
     ) -> dict[str, Any]:
         """Return the `disaggregated_params` of a prefill that has ended, as plain values. Its lease begins.
 
-        `answered`: the `kv_transfer_params` of the server's answer. Raise InvalidMessage if they have nothing that
+        `answered`: the `kv_transfer_params` of the server's answer. `address`: where decode workers of other processes
+        reach the prefill worker, to learn how much of the lease is left. Raise InvalidMessage if they have nothing that
         decode could use: the server moves no blocks, or not by this connector.
         """
         params = self._decode_params(transfer_id, answered, server, dp_rank)
-        return {_PARAMS: params, _LEASE: self.leases.begin(transfer_id)}
+        return {_PARAMS: params, LEASE: self.leases.begin(transfer_id, address)}
 
     def take(self, offered: Any) -> Taken:
         """Return what decode's request needs of an offer, which may be of another process, or of Dynamo.
@@ -119,9 +137,29 @@ class KvConnector(ABC):
         params = offered[_PARAMS]
         if not isinstance(params, Mapping | None):
             raise InvalidArgument(f"{_PARAMS} must be an object", field=_FIELD)
-        lease = self.leases.find(offered.get(_LEASE))
+        lease = self.leases.find(offered.get(LEASE))
         lease.check()
         return Taken(None if params is None else dict(params), lease)
+
+    @contextmanager
+    def fetching(self, model: str, fetch: Fetch) -> Iterator[None]:
+        """During the block, a decode server of the model fetches blocks that no answer needs: see `give_back`."""
+        self._fetchers.append(fetcher := (model, fetch))
+        try:
+            yield
+        finally:
+            self._fetchers.remove(fetcher)
+
+    def give_back(self, model: str, request: PreprocessedRequest, context: GenerateContext) -> None:
+        """Have a decode server of the model fetch the blocks of a prefill that has ended for nothing, to free them.
+
+        `request` has the offer as its `prefill_result`. Without such a server the blocks wait for the lease to end.
+        """
+        assert request.prefill_result is not None
+        self.done(self.take(request.prefill_result.disaggregated_params))
+        fetch = next((fetch for its_model, fetch in self._fetchers if its_model == model), None)
+        if fetch is not None:
+            fetch(request, context)
 
     def renew(self, taken: Taken) -> None:
         """Decode's server has the request. Where that renews the lease by itself, the lease has no end from here on.
@@ -210,7 +248,13 @@ class LmCache(KvConnector):
         return None
 
     def offer(
-        self, transfer_id: str, answered: Any, *, server: PrefillServer | None = None, dp_rank: int = 0
+        self,
+        transfer_id: str,
+        answered: Any,
+        *,
+        server: PrefillServer | None = None,
+        dp_rank: int = 0,
+        address: str = "",
     ) -> dict[str, Any]:
         return {_PARAMS: None}
 

@@ -11,27 +11,12 @@ from pipeline.errors import (
     BackendResponseTimeout,
     BackendUnknown,
     EngineShutdown,
-    Facts,
     ResourceExhausted,
     StatusError,
     Unavailable,
     WorkerOverloaded,
 )
 from pipeline.wire import from_json
-
-
-class TransferFailed(PenstockError):
-    """The KV blocks of a prompt did not come from its prefill server; with another prefill the request may succeed.
-
-    The cause is what the decode server sent, which is no more than that it failed.
-    """
-
-    @property
-    def facts(self) -> Facts:
-        return _STARTS_AGAIN
-
-
-_STARTS_AGAIN = Facts(retry=True, migrate=True, blames_worker=False, status=500)
 
 _EXCERPT = 80
 _MESSAGE_MAX = 300

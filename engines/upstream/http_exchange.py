@@ -1,22 +1,24 @@
-"""Exchange: one request to a server, and the bytes of its answer."""
+"""Exchange: one request to a server, and the bytes of its answer; fetched: one whole answer."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import anyio
 import httpx2
 
 from pipeline import Cancelled, Context, Control, until_stopped
-from pipeline.errors import Disconnected
+from pipeline.errors import Disconnected, InvalidMessage, ResponseTimeout
 
 from .client import Client
+from .transport import IS_NEW
 
 T = TypeVar("T")
 
 _BODY_MAX_BYTES = 4 * 1024 * 1024
+_MESSAGE_S = 5.0
 _TAIL_S = 0.2
 """How long to wait for the end of a body after the end of its answer, so that the connection can be used again."""
 
@@ -30,12 +32,12 @@ class Exchange:
 
     def __init__(self, client: Client, control: Control) -> None:
         self._client = client
-        self._control = control
+        self.control = self._control = control
+        """Ends every wait once it is stopped or killed."""
+        self._answer: httpx2.Response | None = None
         self._body: AsyncIterator[bytes] | None = None
         self._parts: AsyncGenerator[bytes, None] | None = None
-        self._has_connected = self._has_sent = False
         self._scope: anyio.CancelScope | None = None
-        self._guard = anyio.CancelScope()
         self._forget: Callable[[], None] | None = None
         self.content_type = ""
         """Content type of the answer in lower case, without parameters."""
@@ -62,21 +64,12 @@ class Exchange:
 
         Raise Disconnected if the client is closed.
         """
-        http = self._client.http
-        request = http.build_request(method, path, headers=headers, content=body, extensions={"trace": self._trace})
-        while True:
-            if http.is_closed:
-                raise Disconnected("the connections to the server were closed")
-            self._has_connected = self._has_sent = False
-            try:
-                answer = await self._wait(lambda: self._sent(request))
-            except Disconnected:
-                if self._has_connected or not self._has_sent:
-                    raise
-            else:
-                break
-        self.has_reconnected = self._has_connected
-        self._body = answer.aiter_raw()
+        if self._client.is_closed:
+            raise Disconnected("the connections to the server were closed")
+        answer = self._answer = await self._wait(lambda: self._client.send(method, path, headers, body))
+        self.has_reconnected = answer.extensions.get(IS_NEW, False)
+        assert isinstance(answer.stream, httpx2.AsyncByteStream)
+        self._body = aiter(answer.stream)
         self._parts = until_stopped(self._body, Context(None, control=self._control))
         self.content_type = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
         return answer.status_code
@@ -89,8 +82,6 @@ class Exchange:
                 return await anext(parts)
             except StopAsyncIteration:
                 self.is_whole = not control.is_stopped
-                if self.is_whole:
-                    self._body = None  # there is nothing to close
             except httpx2.TransportError as error:
                 if not isinstance(problem := self._client.problem(error), Disconnected):
                     raise problem from error
@@ -101,10 +92,16 @@ class Exchange:
 
     async def body(self) -> bytes:
         """Return the whole body, up to a size that no message or list of models needs."""
-        parts: list[bytes] = []
-        while sum(map(len, parts)) < _BODY_MAX_BYTES and (data := await self.read()):
-            parts.append(data)
-        return b"".join(parts)
+        body = bytearray()
+        while len(body) < _BODY_MAX_BYTES and (data := await self.read()):
+            body += data
+        return bytes(body)
+
+    async def message(self) -> bytes:
+        """Return the body of a refusal; nothing of one that does not come within a few seconds."""
+        with anyio.move_on_after(_MESSAGE_S):
+            return await self.body()
+        return b""
 
     async def finish(self) -> None:
         """Read the rest of a complete answer, so that the connection can be used again."""
@@ -114,16 +111,6 @@ class Exchange:
             with anyio.CancelScope(deadline=anyio.current_time() + _TAIL_S) as self._scope:
                 async for _ in self._body:
                     pass
-                self._body = None  # there is nothing to close
-
-    async def _sent(self, request: httpx2.Request) -> httpx2.Response:
-        """Return the answer's head. A cancellation waits while a new connection is not yet in use.
-
-        httpx2 would forget it, and leave it open, if it were cancelled there.
-        """
-        with anyio.CancelScope() as self._guard:
-            return await self._client.http.send(request, stream=True)
-        raise AssertionError  # nothing cancels the guard
 
     async def _wait(self, wait: Callable[[], Awaitable[T]]) -> T:
         if not self._control.is_stopped:
@@ -135,35 +122,36 @@ class Exchange:
         raise Cancelled("the request was stopped")
 
     async def close(self) -> None:
-        """Close the connection of an unfinished answer, also while no read waits; idempotent.
-
-        It ends the answer by a read that is cancelled at once.
-
-        That unwinds httpx2 from inside: its generators do not reach the garbage collector, which on trio would warn.
-        """
-        body, self._body = self._body, None
-        parts, self._parts = self._parts, None
-        if body is not None:
-            with suppress(httpx2.TransportError), anyio.CancelScope(shield=True) as scope:
-                scope.cancel()
-                async for _ in body:
-                    pass
-        if parts is not None:
-            await parts.aclose()
+        """Close the connection of an unfinished answer, also while no read waits; idempotent."""
+        answer, self._answer = self._answer, None
+        parts, self._parts, self._body = self._parts, None, None
+        with anyio.CancelScope(shield=True):
+            if answer is not None:
+                await answer.aclose()
+            if parts is not None:
+                await parts.aclose()
 
     def _cut(self) -> None:
         if self._scope is not None:
             self._scope.cancel()
 
-    async def _trace(self, event: str, info: Any) -> None:
-        """Called by httpx2 when it connects, and when it sends the request."""
-        self._has_connected |= event == "connection.connect_tcp.complete"
-        self._has_sent |= event == "http11.send_request_headers.started"
-        if event in _CONNECTED:
-            self._guard.shield = True
-        elif event in _IN_USE:
-            self._guard.shield = False
 
+async def fetched(
+    client: Client, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None, *, within_s: float
+) -> tuple[int, bytes]:
+    """Return status and body of an answer, however slowly it comes.
 
-_CONNECTED = ("connection.connect_tcp.complete", "connection.start_tls.complete")
-_IN_USE = ("connection.start_tls.started", "http11.send_request_headers.started")
+    Raise the errors of `Client.problem`; ResponseTimeout if the answer is not whole after `within_s`; for the status
+    200 also Disconnected if it was cut, and InvalidMessage if it is larger than any page of use here.
+    """
+    with anyio.move_on_after(within_s):
+        async with Exchange(client, Control()) as exchange:
+            status = await exchange.send(method, path, headers, body)
+            answer = await exchange.body()
+            if status == 200 and not exchange.is_whole:
+                if len(answer) >= _BODY_MAX_BYTES:
+                    raise InvalidMessage(f"{path} has more than {_BODY_MAX_BYTES} bytes")
+                raise Disconnected(f"the connection was closed before the end of {path}")
+            await exchange.finish()
+        return status, answer
+    raise ResponseTimeout(f"{path} was not answered within {within_s:g} s")

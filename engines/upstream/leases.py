@@ -59,24 +59,37 @@ class Leases:
         self._forget_ended()
         return len(self._open)
 
-    def begin(self, lease_id: str) -> dict[str, Any]:
-        """Begin a lease; return what `find` reads, as plain values. Raise InvalidArgument for an id that is in use."""
+    def begin(self, lease_id: str, address: str = "") -> dict[str, Any]:
+        """Begin a lease; return what `find` reads, as plain values. Raise InvalidArgument for an id that is in use.
+
+        `address`: where other processes reach the worker that gives it; empty: nowhere.
+        """
         self._forget_ended()
         if lease_id in self._open:
             raise InvalidArgument(f"transfer {lease_id!r} has begun already", field="transfer_id")
         self._open[lease_id] = _begun(lease_id, self.duration_s)
-        return {"id": lease_id, "issuer": self.issuer, "duration_s": self.duration_s}
+        written = {"id": lease_id, "issuer": self.issuer, "duration_s": self.duration_s}
+        return written | {"address": address} if address else written
+
+    def has_given(self, written: Mapping[str, Any]) -> bool:
+        """Return whether `begin` of this process has written it."""
+        return written.get("issuer") == self.issuer
+
+    def left_s(self, lease_id: str) -> float:
+        """Return the seconds until the end of a lease; 0 if it is over, done or unknown."""
+        lease = self._open.get(lease_id)
+        return 0.0 if lease is None else max(lease.ends_s - anyio.current_time(), 0.0)
 
     def find(self, written: Any) -> Lease:
         """Return the lease that `begin` has written.
 
-        One of another process, where the time that has passed is not known, begins with this call, as does one that is
-        not written in a form known here.
+        One of another process, where the time that has passed is not known here, begins with this call, as does one
+        that is not written in a form known here; see `limit_lease`.
         """
         self._forget_ended()
         if not isinstance(written, Mapping) or not isinstance(lease_id := written.get("id"), str):
             return _begun("", self.duration_s)
-        if written.get("issuer") == self.issuer:
+        if self.has_given(written):
             return self._open.get(lease_id) or Lease(lease_id, -inf)
         own_s = written.get("duration_s")
         if isinstance(own_s, int | float) and own_s > 0:  # not so if it is not a number

@@ -5,13 +5,11 @@ Source: llama.cpp tools/server/README.md, POST /completion.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pipeline import InvalidArgument
-from pipeline.errors import Disconnected, InvalidMessage, StreamIncomplete
 from pipeline.protocols import (
-    CompletionUsage,
     FinishReason,
     GuidedDecodingOptions,
     LLMEngineOutput,
@@ -19,9 +17,9 @@ from pipeline.protocols import (
     PromptTokensDetails,
     TopLogprob,
 )
-from pipeline.wire import SSEDecoder, SSEMessage, plain_from_json
 
-from .errors import excerpt, of_frame
+from .request_rules import check
+from .streamed_answer import StreamedAnswer, checked_ids
 
 COMPLETION = "/completion"
 
@@ -70,80 +68,47 @@ _ABSENT = "llama.cpp has no option for it"
 def _check(request: PreprocessedRequest) -> None:
     stop, sampling, routing = request.stop_conditions, request.sampling_options, request.routing
     absent = {
-        "prompt_embeds": request.prompt_embeds,
-        "multi_modal_data": request.multi_modal_data,
         "prefill_result": request.prefill_result,
+        "stop_conditions.max_thinking_tokens": stop.max_thinking_tokens,
         "stop_conditions.min_tokens": bool(stop.min_tokens) and not stop.ignore_eos,
         "stop_conditions.stop_token_ids": stop.stop_token_ids,
         "sampling_options.n": (sampling.n or 1) > 1,
-        "sampling_options.use_beam_search": sampling.use_beam_search,
-        "output_options.prompt_logprobs": request.output_options.prompt_logprobs,
         "routing.lora_name": None if routing is None else routing.lora_name,
         "routing.cache_salt": None if routing is None else routing.cache_namespace,
     }
-    for name, value in absent.items():
-        if value is not None and value is not False:
-            raise InvalidArgument(_ABSENT, field=name)
+    check(request, _ABSENT, absent)
     if stop.ignore_eos and stop.max_tokens is None:
         raise InvalidArgument(
             "without an end of its own the answer needs max_tokens", field="stop_conditions.max_tokens"
         )
 
 
-class LlamaAnswer:
+class LlamaAnswer(StreamedAnswer):
     """Makes the chunks of one answer of `/completion` while its bytes arrive; the one with `stop` is the last."""
 
+    end_mark = "its last chunk"
+
     def __init__(self, prompt_tokens: int, *, wants_logprobs: bool = False) -> None:
-        self._events = SSEDecoder()
-        self._prompt_tokens, self._wants_logprobs = prompt_tokens, wants_logprobs
-        self.tokens = 0
-        """Tokens so far."""
-        self.is_done = False
-        """Whether the last chunk was returned."""
+        super().__init__(prompt_tokens)
+        self._wants_logprobs = wants_logprobs
 
-    def feed(self, data: bytes) -> Iterator[LLMEngineOutput]:
-        """Yield the chunks that these bytes complete. Raise the error of an error event, InvalidMessage for no chunk.
-
-        One that is cut anywhere is completed by the bytes behind it.
-        """
-        return self._take(self._events.feed(data))
-
-    def end(self, *, whole: bool) -> Iterator[LLMEngineOutput]:
-        """Yield what the end of the body completes. Raise StreamIncomplete or Disconnected unless it is done."""
-        yield from self._take(self._events.finish())
-        if not self.is_done:
-            kind = StreamIncomplete if whole else Disconnected
-            raise kind(f"the answer ended after {self.tokens} tokens without its last chunk")
-
-    def cancelled(self) -> LLMEngineOutput:
-        """Return the chunk that ends an answer which was stopped here."""
-        return LLMEngineOutput.cancelled().with_usage(CompletionUsage.of(self._prompt_tokens, self.tokens))
-
-    def _take(self, messages: list[SSEMessage]) -> Iterator[LLMEngineOutput]:
-        for message in messages:
-            if message.data is not None and not self.is_done:
-                yield from self._read(message.data)
-
-    def _read(self, data: str) -> Iterator[LLMEngineOutput]:
+    def _read(self, data: str | bytes, outputs: list[LLMEngineOutput]) -> None:
+        if self.is_done:
+            return
+        chunk = self._object(data)
         try:
-            chunk = plain_from_json(data)
-            failed = chunk.get("error")
-            output, last = (LLMEngineOutput([]), None) if failed else self._chunks(chunk)
-        except (InvalidArgument, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InvalidMessage(f"not a chunk of a completion: {excerpt(data)}", cause=error) from error
-        if failed:
-            raise of_frame(failed, has_tokens=self.tokens > 0)
+            output, last = self._chunks(chunk)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise self._invalid(data, error) from error
         if output.token_ids or output.text:
-            yield output
+            outputs.append(output)
         if last is not None:
             self.is_done = True
-            yield last
+            outputs.append(last)
 
     def _chunks(self, chunk: Mapping[str, Any]) -> tuple[LLMEngineOutput, LLMEngineOutput | None]:
         """Return the tokens of a chunk, and the terminal chunk if it is the last one."""
-        ids = chunk.get("tokens") or []
-        if type(ids) is not list or not all(type(token) is int and token >= 0 for token in ids):
-            raise ValueError("token ids are whole numbers")
+        ids = checked_ids(chunk.get("tokens") or [])
         if chunk.get("content") and not ids and not chunk.get("stop"):
             raise ValueError("a text without the ids of its tokens")
         self.tokens += len(ids)
@@ -154,10 +119,9 @@ class LlamaAnswer:
             return output, None
         last = LLMEngineOutput([], finish_reason=_REASONS.get(chunk.get("stop_type", ""), FinishReason.STOP))
         last.stop_reason = chunk.get("stopping_word") or None
-        usage = CompletionUsage.of(self._prompt_tokens, self.tokens)
         if type(cached := (chunk.get("timings") or {}).get("cache_n")) is int:
-            usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached)
-        return output, last.with_usage(usage)
+            self._details = PromptTokensDetails(cached_tokens=cached)
+        return output, last.with_usage(self.usage)
 
 
 def _add_logprobs(output: LLMEngineOutput, entries: list[Mapping[str, Any]]) -> None:

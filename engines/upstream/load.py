@@ -21,8 +21,8 @@ from typing import Any
 
 import anyio
 
-from pipeline import Control, InvalidArgument, PenstockError
-from pipeline.errors import EngineShutdown, InvalidMessage, ResponseTimeout
+from pipeline import InvalidArgument, PenstockError
+from pipeline.errors import EngineShutdown, InvalidMessage
 from pipeline.llm.kv_events import EventSockets, Link
 from pipeline.wire import from_msgpack
 
@@ -30,8 +30,8 @@ from ..publishing import ComponentSnapshot, MetricsBindings, SnapshotPublisher
 from .client import Client
 from .errors import of_status
 from .facts import ServerFacts
-from .http_exchange import Exchange
-from .prometheus_text import samples
+from .http_exchange import fetched
+from .prometheus_text import samples, whole
 
 _log = logging.getLogger(__name__)
 
@@ -66,8 +66,8 @@ class VllmLoad:
             raise EngineShutdown("the server was started again")
         found: dict[str, dict[int, float]] = {_USAGE: {}, _QUERIES: {}, _HITS: {}}
         for one in samples(text, *found):
-            if (rank := one.labels.get("engine", "0")).isdigit():
-                found[one.name][int(rank)] = one.value
+            if (rank := whole(one.labels.get("engine", "0"))) is not None:
+                found[one.name][rank] = one.value
         total = self._facts.total_blocks
         if not total:
             return {}
@@ -154,7 +154,7 @@ class LoadFeed:
                 tasks.start_soon(self._follow, dp_rank, endpoint)
             while not self._facts.load_sources and self._read is not None:
                 try:
-                    self._publish(self._read(await _fetched(client, headers)))
+                    self._publish(self._read(await _metrics(client, headers)))
                 except EngineShutdown:
                     raise
                 except PenstockError as error:
@@ -194,14 +194,9 @@ class LoadFeed:
             _log.warning("%s", text)
 
 
-async def _fetched(client: Client, headers: Mapping[str, str]) -> str:
+async def _metrics(client: Client, headers: Mapping[str, str]) -> str:
     """Return the page of metrics. Raise the error of the connection, or of a status other than 200."""
-    with anyio.move_on_after(_POLL_S):
-        async with Exchange(client, Control()) as exchange:
-            status = await exchange.send("GET", METRICS, headers)
-            body = await exchange.body()
-            await exchange.finish()
-        if status != 200:
-            raise of_status(status, body)
-        return body.decode("utf-8", "replace")
-    raise ResponseTimeout(f"{METRICS} was silent for {_POLL_S:g} s")
+    status, body = await fetched(client, "GET", METRICS, headers, within_s=_POLL_S)
+    if status != 200:
+        raise of_status(status, body)
+    return body.decode("utf-8", "replace")

@@ -8,7 +8,9 @@
 | text only, which takes ids        | `/v1/completions`, ids       | text: each token is `UNKNOWN_TOKEN`   |
 | text only                         | refused at the start         |                                       |
 
-None of them publishes KV events: a router predicts their caches.
+None of them publishes KV events: a router predicts their caches. A server that was started again is known by
+`process_start_time_seconds` of its `/metrics`; one without it by a refused connection, or a 503 of `/health` while it
+loads its model. A restart that no look and no request meets is not seen: what was predicted then ends by itself.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 from attrs import evolve
 
 from pipeline import InvalidArgument, PenstockError
-from pipeline.errors import BackendUnknown, InvalidMessage, Unavailable, may_migrate
+from pipeline.errors import BackendUnknown, InvalidMessage, ResponseTimeout, Unavailable, may_migrate
 from pipeline.protocols import PreprocessedRequest
 from pipeline.wire import plain_from_json, plain_to_json
 
@@ -29,6 +31,7 @@ from .client import Transport
 from .errors import of_status
 from .facts import ServerFacts
 from .openai_request import completion, headers_of
+from .prometheus_text import samples
 from .text_answer import TextAnswer
 from .token_answer import TokenAnswer
 from .upstream import SILENCE_S, Call, Upstream
@@ -55,8 +58,9 @@ class IdForm(StrEnum):
 class OpenAIUpstream(Upstream):
     """One OpenAI-compatible server. See `Upstream` for the errors, and for what a stop does.
 
-    What a server in text cannot give is refused by name: several choices, log probabilities, guided decoding. Its
-    answers have no ids, so none goes on at another worker: a break behind the first token is a BackendUnknown. A
+    What a server in text cannot give is refused by name: several choices, log probabilities, guided decoding, and
+    unless it knows `nvext` a tenant's own cache and a limit of reasoning. A LoRA name is the model of its request.
+    Its answers have no ids, so none goes on at another worker: a break behind the first token is a BackendUnknown. A
     request with a stop id or a limit of the fewest tokens needs a server that knows these fields beyond the OpenAI API.
     """
 
@@ -90,7 +94,7 @@ class OpenAIUpstream(Upstream):
 
     async def discover(self) -> ServerFacts:
         model, knows_nvext = await self.found_model()
-        facts = ServerFacts(model=model)
+        facts = ServerFacts(model=model, incarnation=await self.incarnation())
         props = await self._props()
         if props is not None:
             self.ids = IdForm.LLAMA_CPP
@@ -108,6 +112,15 @@ class OpenAIUpstream(Upstream):
         models = await self._models()
         model = self._chosen(models)
         return model, models is not None and models[model] in _NVEXT_OWNERS
+
+    async def incarnation(self) -> str | None:
+        """Return when the server was started, if its metrics have that. Raise what breaks the connection."""
+        try:
+            status, body = await self.get("/metrics")
+        except (InvalidMessage, ResponseTimeout):
+            return None
+        started = next(samples(body.decode("utf-8", "replace"), "process_start_time_seconds"), None)
+        return None if status != 200 or started is None else str(started.value)
 
     async def _models(self) -> dict[str, Any] | None:
         """Return the owners of the server's models by name; None if it has no such page."""

@@ -10,6 +10,7 @@ from attrs import frozen
 
 _LINE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*")
 _LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
+_WHOLE = re.compile(r"[0-9]{1,18}")
 _ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
 
 
@@ -38,3 +39,8 @@ def samples(text: str, *names: str) -> Iterator[Sample]:
 
 def _plain(label: str) -> str:
     return re.sub(r"\\.", lambda found: _ESCAPES.get(found[0], found[0]), label)
+
+
+def whole(text: str | None) -> int | None:
+    """Return the number in a label, such as a rank; None for none, and for anything else."""
+    return int(text) if text is not None and _WHOLE.fullmatch(text) else None

@@ -29,6 +29,7 @@ from pipeline.wire import plain_to_json
 from ..llm import EngineConfig, GenerateContext
 from ..roles import DisaggregationMode
 from .connectors import BootstrapFields
+from .errors import of_status
 from .facts import EventSource, ServerFacts
 from .sglang_answer import SglangAnswer
 from .sglang_request import SglangServer, generate_body
@@ -67,6 +68,9 @@ class SglangUpstream(Upstream):
         config.stops_prefills = self.server.mode is DisaggregationMode.PREFILL
         return config
 
+    async def adapters(self) -> tuple[str, ...]:
+        return _of_models(await self.page("/v1/models"), self.known.model, str(self.address)).adapters
+
     async def incarnation(self) -> str | None:
         return _incarnation(await self._info())
 
@@ -85,7 +89,9 @@ class SglangUpstream(Upstream):
         return Call(GENERATE, plain_to_json(body), {"x-request-id": request_id}, answer, request_id)
 
     async def abort_at_server(self, call: Call) -> None:
-        await self.post(ABORT, plain_to_json({"rid": call.request_id}))
+        status, answer = await self.post(ABORT, plain_to_json({"rid": call.request_id}))
+        if status != 200:
+            raise of_status(status, answer)
 
     async def _info(self) -> Mapping[str, Any]:
         """Return what the server shows of itself; older servers have another name for the page."""

@@ -10,31 +10,28 @@ Source: sglang/srt/managers/tokenizer_manager.py, TokenizerManager._handle_batch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline import InvalidArgument, PenstockError
-from pipeline.errors import BackendUnknown, Disconnected, EngineShutdown, InvalidMessage, StreamIncomplete
-from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PromptTokensDetails, TopLogprob
-from pipeline.wire import SSEDecoder, SSEMessage, plain_from_json
+from pipeline import PenstockError
+from pipeline.errors import BackendUnknown, EngineShutdown, InvalidMessage, TransferFailed
+from pipeline.protocols import FinishReason, LLMEngineOutput, PromptTokensDetails, TopLogprob
 
-from .errors import TransferFailed, excerpt, of_frame
-from .token_answer import MAX_EVENT_BYTES, U32_MAX, then_raised, whole_events
+from .errors import excerpt, of_frame
+from .streamed_answer import StreamedAnswer, checked_ids, join
 
-_DONE = b"[DONE]"
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
-class SglangAnswer:
-    """The answer to one request, while its bytes arrive.
+class SglangAnswer(StreamedAnswer):
+    """The answer to one request, while its bytes arrive. The chunks that came together are joined, see `join`.
 
     `choices` and `prompt_tokens` are those of the request. `is_incremental`: which form the chunks have, for a server
     that does not count the tokens. `handed_over` goes into the first chunk, as the parameters for a decode worker.
     `is_half`: whether another server has the other half of the request; a failure before the first token is then
     TransferFailed.
-    Every method raises the errors of the answer: those of an error event and of a failed choice, see `of_frame`;
-    InvalidMessage for bytes of another form, and for tokens that were lost or repeated; EngineShutdown if the server
-    gave the answer up.
+    Every method raises as those of StreamedAnswer; also the error of a failed choice; InvalidMessage for tokens that
+    were lost or repeated; EngineShutdown if the server gave the answer up.
     """
 
     def __init__(
@@ -46,95 +43,21 @@ class SglangAnswer:
         handed_over: Mapping[str, Any] | None = None,
         is_half: bool = False,
     ) -> None:
-        self._events = SSEDecoder()
-        self._pending_bytes, self._is_between = 0, True
-        self._choices, self._prompt_tokens = choices, prompt_tokens
+        super().__init__(prompt_tokens)
+        self._choices = choices
         self._is_incremental, self._handed_over, self._is_half = is_incremental, handed_over, is_half
         self._seen, self._newest = [0] * choices, [-1] * choices
         self._open = set(range(choices))
-        self._details: PromptTokensDetails | None = None
-        self.is_done = False
-        """Whether every terminal chunk was returned."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens so far, of all choices."""
-        return sum(self._seen)
-
-    @property
-    def usage(self) -> CompletionUsage:
-        """The tokens so far."""
-        usage = CompletionUsage.of(self._prompt_tokens, self.tokens)
-        usage.prompt_tokens_details = self._details
-        return usage
-
-    def feed(self, data: bytes) -> Iterable[LLMEngineOutput]:
-        """Return the chunks that these bytes complete; an error among them is raised behind those before it.
-
-        Nearly always these are whole events of one line each, which are read without a decoder.
-        """
-        outputs: list[LLMEngineOutput] = []
-        try:
-            if self._is_between and (lines := whole_events(data)):
-                for line in lines:
-                    self._read(line, outputs)
-            else:
-                self._decode(data, outputs)
-        except PenstockError as error:
-            return then_raised(outputs, error)
-        return outputs
-
-    def end(self, *, whole: bool) -> Iterable[LLMEngineOutput]:
-        """Return the chunks that the end of the body completes. `whole`: whether it ended as HTTP announced.
-
-        Raise StreamIncomplete unless every choice has ended, Disconnected if the connection broke.
-        """
-        outputs: list[LLMEngineOutput] = []
-        try:
-            self._take(self._events.finish(), outputs)
-            if not self.is_done:
-                raise self._without_end(StreamIncomplete if whole else Disconnected)
-        except PenstockError as error:
-            return then_raised(outputs, error)
-        return outputs
-
-    def cancelled(self) -> LLMEngineOutput:
-        """Return the chunk that ends an answer which was stopped here."""
-        return LLMEngineOutput.cancelled().with_usage(self.usage)
-
-    def _without_end(self, kind: type[PenstockError]) -> PenstockError:
-        return kind(f"the answer ended after {self.tokens} tokens without a finish reason")
-
-    def _decode(self, data: bytes, outputs: list[LLMEngineOutput]) -> None:
-        """Append the chunks of bytes that are cut anywhere."""
-        self._is_between = data.endswith(b"\n\n")
-        messages = self._events.feed(data)
-        self._pending_bytes = 0 if messages else self._pending_bytes + len(data)
-        if self._pending_bytes > MAX_EVENT_BYTES:
-            raise InvalidMessage(f"the server sent more than {MAX_EVENT_BYTES} bytes without the end of an event")
-        self._take(messages, outputs)
-        if self._events.is_done and not self.is_done:
-            raise self._without_end(StreamIncomplete)
-
-    def _take(self, messages: list[SSEMessage], outputs: list[LLMEngineOutput]) -> None:
-        for message in messages:
-            if message.data is not None:
-                self._read(message.data, outputs)
 
     def _read(self, data: str | bytes, outputs: list[LLMEngineOutput]) -> None:
-        """Append the chunks of one event."""
         if self.is_done:
             return  # behind the last chunk there is only the end
-        if data == _DONE:
-            raise self._without_end(StreamIncomplete)
+        chunk = self._object(data)
         try:
-            chunk = plain_from_json(data)
-            error, meta = chunk.get("error"), chunk.get("meta_info") or {}
+            meta = chunk.get("meta_info") or {}
             reason = meta.get("finish_reason")
-        except (InvalidArgument, AttributeError) as wrong:
-            raise InvalidMessage(f"not a chunk of an answer: {excerpt(data)}", cause=wrong) from wrong
-        if error:
-            raise of_frame(error, has_tokens=self.tokens > 0)
+        except AttributeError as wrong:
+            raise self._invalid(data, wrong) from wrong
         if reason is not None and _kind(reason) == "abort":
             raise self._given_up(reason)
         try:
@@ -142,9 +65,9 @@ class SglangAnswer:
             if reason is not None:
                 self._close(output, reason)
         except (KeyError, IndexError, AttributeError, TypeError, ValueError) as wrong:
-            raise InvalidMessage(f"not a chunk of an answer: {excerpt(data)}", cause=wrong) from wrong
+            raise self._invalid(data, wrong) from wrong
         if output.token_ids or reason is not None:
-            outputs.append(output)
+            join(outputs, output)
 
     def _output(self, chunk: Mapping[str, Any], meta: Mapping[str, Any]) -> LLMEngineOutput:
         """Return the chunk of one choice, without its finish reason."""
@@ -154,6 +77,7 @@ class SglangAnswer:
         new = self._new(index, chunk["output_ids"], meta.get("completion_tokens"))
         if new:
             self._seen[index] += len(new)
+            self.tokens += len(new)
             self._newest[index] = new[-1]
         if (cached := meta.get("cached_tokens")) is not None and self._details is None:
             self._details = PromptTokensDetails(cached_tokens=int(cached))
@@ -182,9 +106,7 @@ class SglangAnswer:
             new = ids[seen:]
         else:
             raise InvalidMessage(f"the server counted {counted} tokens, of which {seen} were here, and sent {len(ids)}")
-        if not all(type(token) is int and 0 <= token <= U32_MAX for token in new):
-            raise InvalidMessage(f"token ids are whole numbers, the server sent {excerpt(str(new))}")
-        return new
+        return checked_ids(new)
 
     def _close(self, output: LLMEngineOutput, reason: Any) -> None:
         """Make the chunk the terminal one of its choice."""

@@ -11,14 +11,15 @@ from typing import Any
 
 from attrs import frozen
 
-from pipeline import InvalidArgument
 from pipeline.protocols import GuidedDecodingOptions, PreprocessedRequest
 from pipeline.wire import plain_to_json
 
 from ..roles import DisaggregationMode, own_dp_rank
 from .connectors import BootstrapFields
 from .facts import ServerFacts
+from .request_rules import check, given, stop_ids
 
+_ABSENT = "an SGLang server does not have it beside a stream of tokens"
 _RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 _STOP = ("min_tokens", "ignore_eos", "stop")
 _SAMPLING = (
@@ -49,7 +50,7 @@ def generate_body(
     request: PreprocessedRequest, facts: ServerFacts, server: SglangServer, request_id: str, session: str | None
 ) -> dict[str, Any]:
     """Return the body of `/generate`. Raise InvalidArgument for a request that the server cannot answer."""
-    _check(request)
+    check(request, _ABSENT, _absent(request))
     body: dict[str, Any] = {
         "rid": request_id,
         "input_ids": request.token_ids,
@@ -63,6 +64,16 @@ def generate_body(
     if server.is_half:
         body |= BootstrapFields.of(request).plain()
     return body | _routing(request, facts, server)
+
+
+def _absent(request: PreprocessedRequest) -> dict[str, Any]:
+    """Return the fields that SGLang does not have, beside those that no server has."""
+    guided = request.sampling_options.guided_decoding
+    return {
+        "stop_conditions.max_thinking_tokens": request.stop_conditions.max_thinking_tokens,
+        "sampling_options.guided_decoding.backend": None if guided is None else guided.backend,
+        "sampling_options.guided_decoding.whitespace_pattern": None if guided is None else guided.whitespace_pattern,
+    }
 
 
 def _routing(request: PreprocessedRequest, facts: ServerFacts, server: SglangServer) -> dict[str, Any]:
@@ -85,15 +96,14 @@ def _sampling(request: PreprocessedRequest, server: SglangServer) -> dict[str, A
     stop, sampling = request.stop_conditions, request.sampling_options
     # Without it the server would end after 128 tokens; None is as long as possible.
     params: dict[str, Any] = {"max_new_tokens": stop.max_tokens}
-    for part, names in ((stop, _STOP), (sampling, _SAMPLING)):
-        params |= {_RENAMED.get(name, name): value for name in names if (value := getattr(part, name)) is not None}
+    known = given(stop, _STOP) | given(sampling, _SAMPLING)
+    params |= {_RENAMED.get(name, name): value for name, value in known.items()}
     if not server.has_tokenizer:
         params.pop("stop", None)
     if sampling.top_k is not None:
         params["top_k"] = sampling.top_k or -1  # 0 is another way to write no limit
-    ids = {*(stop.stop_token_ids or ()), *(stop.stop_token_ids_visible or ()), *(stop.stop_token_ids_hidden or ())}
-    if ids and not stop.ignore_eos:
-        params["stop_token_ids"] = sorted(ids)
+    if ids := stop_ids(stop):
+        params["stop_token_ids"] = ids
     if (guided := sampling.guided_decoding) is not None:
         params |= _guided(guided)
     return params
@@ -114,28 +124,3 @@ def _guided(guided: GuidedDecodingOptions) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else plain_to_json(value).decode()
-
-
-def _check(request: PreprocessedRequest) -> None:
-    """Raise InvalidArgument for a field without which the server would answer another request."""
-    stop, sampling, output = request.stop_conditions, request.sampling_options, request.output_options
-    guided = sampling.guided_decoding
-    refused = {
-        "prompt_embeds": request.prompt_embeds,
-        "multi_modal_data": request.multi_modal_data,
-        "encoder_result": request.encoder_result,
-        "stop_conditions.max_thinking_tokens": stop.max_thinking_tokens,
-        "sampling_options.best_of": sampling.best_of not in (None, sampling.n or 1),
-        "sampling_options.use_beam_search": sampling.use_beam_search,
-        "sampling_options.length_penalty": sampling.length_penalty not in (None, 1.0),
-        "sampling_options.guided_decoding.backend": None if guided is None else guided.backend,
-        "sampling_options.guided_decoding.whitespace_pattern": None if guided is None else guided.whitespace_pattern,
-        "output_options.prompt_logprobs": output.prompt_logprobs,
-    }
-    for name, value in refused.items():
-        if value is not None and value is not False:
-            raise InvalidArgument("an SGLang server does not have it beside a stream of tokens", field=name)
-    if not request.token_ids:
-        raise InvalidArgument("a prompt has at least one token", field="token_ids")
-    if sampling.n is not None and sampling.n < 1:
-        raise InvalidArgument(f"must be at least 1, got {sampling.n}", field="sampling_options.n")

@@ -10,9 +10,10 @@ for the same address is a new instance, so routers believe none of the blocks th
 
 from __future__ import annotations
 
+import logging
 import re
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, Protocol
 
@@ -20,7 +21,7 @@ import anyio
 from attrs import define, evolve, frozen
 
 from pipeline import Cancelled, Control, InvalidArgument, PenstockError
-from pipeline.errors import InvalidMessage, ungrouped
+from pipeline.errors import CannotConnect, Disconnected, InvalidMessage, ungrouped
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 from pipeline.telemetry import inject
 from pipeline.wire import plain_from_json
@@ -31,7 +32,7 @@ from ..worker import health_payload
 from .client import Address, Client, Transport
 from .errors import of_one_server, of_status
 from .facts import ServerFacts
-from .http_exchange import Exchange
+from .http_exchange import Exchange, fetched
 from .kv_events import KvEventFeeds
 from .load import LoadFeed, ReadLoad
 from .server_watch import ServerWatch
@@ -40,13 +41,18 @@ SILENCE_S = 600.0
 """Default of the longest wait for a server to send anything."""
 
 FIND_S = 30.0
-"""Longest wait for an answer during discovery."""
+"""Longest wait for a page of a server, such as those of its discovery."""
 
 ABORT_GRACE_S = 0.02
 """How long a stopped request has to close its own connection before `abort` does."""
 
 ABORT_S = 5.0
 """Longest wait for the answer to an abort."""
+
+LOOK_S = 1.0
+"""How long a request whose connection broke waits for a look at its server."""
+
+_log = logging.getLogger(__name__)
 
 EVENTS = "text/event-stream"
 _NOT_PRINTABLE = re.compile(r"[^\x20-\x7e]+")
@@ -104,6 +110,9 @@ class Upstream(LLMEngine):
     ResponseTimeout; Disconnected and StreamIncomplete for an answer without its end; InvalidMessage for one of another
     form. A stop closes the connection, which ends the request at the server, and one more chunk, marked as cancelled,
     ends the stream; a kill does it without that chunk. `cleanup` closes every connection.
+
+    While `background` runs, a request whose connection is refused or breaks has it look at the server's health at once,
+    and raises after that. So the worker of a server that is gone has left before its requests look for another one.
     """
 
     ends_on_kill: ClassVar[bool] = True
@@ -131,7 +140,7 @@ class Upstream(LLMEngine):
             raise InvalidArgument(f"must be above 0, got {load_every_s:g}", field="load_every_s")
         self.address, self.model = Address.parse(url), model
         self._api_key, self._health_every_s, self._transport = api_key, health_every_s, transport
-        self._load_every_s = load_every_s
+        self._load_every_s, self._silence_s = load_every_s, silence_s
         self.client = Client(self.address, silence_s, transport)
         self.facts: ServerFacts | None = None
         """What the server has; None before `start`."""
@@ -140,6 +149,9 @@ class Upstream(LLMEngine):
         self.load_feed: LoadFeed | None = None
         """The load of its ranks; None before `start`."""
         self._open: dict[int, _Open] = {}
+        self._watch: ServerWatch | None = None
+        self.on_change: Callable[[ServerFacts], object] | None = None
+        """Called with what the server has once it is seen to have other LoRA adapters, while `background` runs."""
 
     @property
     def in_flight(self) -> int:
@@ -165,6 +177,10 @@ class Upstream(LLMEngine):
 
     async def incarnation(self) -> str | None:
         """Return what changes when the server is started again; None if nothing shows it."""
+        return None
+
+    async def adapters(self) -> tuple[str, ...] | None:
+        """Return the names of the LoRA adapters that the server has now; None if its kind has none. Raise as `page`."""
         return None
 
     def load_reader(self, facts: ServerFacts) -> ReadLoad | None:
@@ -201,7 +217,11 @@ class Upstream(LLMEngine):
         """
         # Of their own: a new connection of the first is a new server.
         client, other = (Client(self.address, FIND_S, self._transport) for _ in range(2))
-        watch = ServerWatch(client, self._headers(), self.known.incarnation, self.incarnation, self._health_every_s)
+        incarnation, refresh = self.incarnation, self._find_adapters
+        watch = ServerWatch(
+            client, self._headers(), self.known.incarnation, incarnation, refresh, every_s=self._health_every_s
+        )
+        self._watch = watch
         try:
             async with aclosing(client), aclosing(other), anyio.create_task_group() as tasks:
                 if self.kv_feeds is not None and self.load_feed is not None:
@@ -210,6 +230,8 @@ class Upstream(LLMEngine):
                 await watch.run()
         except ExceptionGroup as failed:
             raise ungrouped(failed) from None
+        finally:
+            self._watch = None
 
     async def generate(
         self, request: PreprocessedRequest, context: GenerateContext
@@ -233,7 +255,11 @@ class Upstream(LLMEngine):
                 if not control.is_killed:
                     yield call.answer.cancelled()
             except PenstockError as error:
-                raise self.failure(error, call) from error.__cause__
+                await self._looked(error, control)
+                if not control.is_stopped:
+                    raise self.failure(error, call) from error.__cause__
+                if not control.is_killed:
+                    yield call.answer.cancelled()
             finally:
                 del self._open[id(context)]
 
@@ -255,20 +281,14 @@ class Upstream(LLMEngine):
     # -- requests beside those for tokens
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Return status and body of a page. Raise CannotConnect, ConnectionTimeout, ResponseTimeout, Disconnected."""
-        return await self.exchanged("GET", path)
+        """Return status and body of a page. Raise CannotConnect, ConnectionTimeout, Disconnected, ResponseTimeout if it
+        has not come within `FIND_S`, and InvalidMessage if it is too large."""
+        return await fetched(self.client, "GET", path, self._headers(), within_s=min(FIND_S, self._silence_s))
 
     async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """Return status and body of the answer to a POST of JSON. Raise as `get`."""
-        return await self.exchanged("POST", path, body)
-
-    async def exchanged(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        """Return status and body of an answer. Raise as `get`."""
-        async with Exchange(self.client, Control()) as exchange:
-            status = await exchange.send(method, path, self._headers(), body)
-            answer = await exchange.body()
-            await exchange.finish()
-            return status, answer
+        """Return status and body of the answer to a POST of JSON. Raise as `get`, and ResponseTimeout if it has not
+        come within `silence_s`: it may wait for other requests."""
+        return await fetched(self.client, "POST", path, self._headers(), body, within_s=self._silence_s)
 
     async def page(self, path: str) -> Any:
         """Return a page's JSON. Raise the error of a status other than 200, InvalidMessage for anything else."""
@@ -285,10 +305,34 @@ class Upstream(LLMEngine):
         headers = {**self._headers(), "accept": EVENTS, **call.headers, **trace}
         status = await exchange.send("POST", call.path, headers, call.body)
         if status != 200:
-            raise of_status(status, await exchange.body())
+            raise of_status(status, await exchange.message())
         if exchange.content_type != EVENTS:
             kind = exchange.content_type or "something without a content type"
             raise InvalidMessage(f"expected {EVENTS}, the server sent {kind}")
+
+    async def _find_adapters(self) -> None:
+        """Find out which adapters there are now; a server that does not answer keeps those that it had."""
+        try:
+            names = await self.adapters()
+        except PenstockError as error:
+            _log.debug("the adapters of %s are not known: %s", self.address, error)
+            return
+        if names is not None and names != self.known.adapters:
+            self.facts = evolve(self.known, adapters=names)
+            _log.info("%s has the adapters %s now", self.address, ", ".join(names) or "no more")
+            if self.on_change is not None:
+                self.on_change(self.facts)
+
+    async def _looked(self, error: PenstockError, control: Control) -> None:
+        """Wait until the server was looked at, if that is an error of a server that is gone; a stop ends the wait."""
+        if (watch := self._watch) is None or not isinstance(error, CannotConnect | Disconnected):
+            return
+        with anyio.move_on_after(LOOK_S) as scope:
+            forget = control.on_stop(scope.cancel)
+            try:
+                await watch.look_now()
+            finally:
+                forget()
 
     def _note_answer(self, request: PreprocessedRequest) -> None:
         if self.kv_feeds is not None:
@@ -296,12 +340,14 @@ class Upstream(LLMEngine):
             self.kv_feeds.note_answer(dp_rank, len(request.token_ids))
 
     def _headers(self) -> dict[str, str]:
-        headers = {"content-type": "application/json", "accept": "application/json"}
-        if self._api_key is not None:
-            headers["authorization"] = header_value(f"Bearer {self._api_key}")
-        return headers
+        return {"content-type": "application/json", "accept": "application/json", **authorization(self._api_key)}
 
 
 def header_value(text: str) -> str:
     """Return the text without characters that a header may not have."""
     return _NOT_PRINTABLE.sub("?", text.strip())
+
+
+def authorization(api_key: str | None) -> dict[str, str]:
+    """Return the header with an API key; none without a key."""
+    return {} if api_key is None else {"authorization": header_value(f"Bearer {api_key}")}

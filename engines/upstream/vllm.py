@@ -29,7 +29,7 @@ from ..llm import GenerateContext
 from .errors import of_status
 from .facts import EventSource, ServerFacts
 from .load import ReadLoad, VllmLoad
-from .prometheus_text import samples
+from .prometheus_text import samples, whole
 from .token_answer import TokenAnswer
 from .upstream import Call, Upstream, header_value
 from .vllm_logprobs import of_completion, of_generate
@@ -70,6 +70,9 @@ class VllmUpstream(Upstream):
         self.routes = await self._found_routes()
         return evolve(facts, event_sources=sources)
 
+    async def adapters(self) -> tuple[str, ...]:
+        return _of_models(await self.page("/v1/models"), self.known.model, str(self.address)).adapters
+
     async def incarnation(self) -> str | None:
         return _with_metrics(ServerFacts(model=""), await self._text("/metrics")).incarnation
 
@@ -109,7 +112,11 @@ class VllmUpstream(Upstream):
             status, body = await self.post(COMPLETIONS, plain_to_json(probe))
         if status != 200:
             raise of_status(status, body)
-        if "token_ids" not in (_object(body, COMPLETIONS).get("choices") or [{}])[0]:
+        try:
+            sends_ids = "token_ids" in _object(body, COMPLETIONS)["choices"][0]
+        except (KeyError, IndexError, TypeError) as error:
+            raise InvalidMessage(f"{COMPLETIONS} gives no completion", cause=error) from error
+        if not sends_ids:
             raise InvalidArgument(f"{self.address} sends no token ids: its vLLM is too old", field="upstream")
         return Routes(prioritizes=prioritizes)
 
@@ -163,21 +170,17 @@ def _of_models(plain: Any, wanted: str | None, address: str) -> ServerFacts:
 def _with_metrics(facts: ServerFacts, text: str) -> ServerFacts:
     """Return the facts with what the metrics show: blocks, ranks, and when the process was started."""
     infos = list(samples(text, "vllm:cache_config_info"))
-    ranks = sorted({int(one.labels.get("engine", "0")) for one in infos if one.labels.get("engine", "0").isdigit()})
+    ranks = sorted({rank for one in infos if (rank := whole(one.labels.get("engine", "0"))) is not None})
     started = next(samples(text, "process_start_time_seconds"), None)
     labels = infos[0].labels if infos else {}
     return evolve(
         facts,
-        block_size_tokens=_whole(labels.get("block_size")),
-        total_blocks=_whole(labels.get("num_gpu_blocks")),
+        block_size_tokens=whole(labels.get("block_size")) or None,
+        total_blocks=whole(labels.get("num_gpu_blocks")) or None,
         data_parallel_start_rank=ranks[0] if ranks else 0,
         data_parallel_size=max(len(ranks), 1),
         incarnation=None if started is None else str(started.value),
     )
-
-
-def _whole(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() and int(text) > 0 else None
 
 
 def _sources_of(body: bytes, host: str) -> dict[int, EventSource]:

@@ -5,15 +5,20 @@
 
 | what happens                                  | what is done                                                    |
 |-----------------------------------------------|-----------------------------------------------------------------|
-| a stop, kill or close before prefill's answer | the connection is closed: the server frees the blocks           |
+| a stop before prefill's answer                | it is aborted; an answer that comes all the same is given back  |
+| a kill or close before it                     | the connection is closed: the server frees the blocks           |
 | one before decode's server has the request    | decode is sent it for one token all the same, in the background |
 | one after that                                | the connection is closed: that server frees prefill's blocks    |
 | the lease ends before decode's server has it  | WorkerOverloaded: the request may start again                   |
 | it ends before the first token, not renewed   | the same: the tokens could be wrong                             |
 | decode fails before its first token           | TransferFailed: the request may start again                     |
 
-Prefill's token is not passed on: decode computes it again. A request that ends while prefill's answer is on its way is
-the one case in which blocks wait for the end of their lease.
+Given back: decode's server fetches the blocks for one token, for an abort frees none of a prefill that has ended. Where
+that is not possible, blocks wait for the end of their lease: without a decode server, after a kill or close while
+prefill's answer is on its way, and after an abort that meets the server between the last step of its engine and its
+answer, a matter of milliseconds. Prefill's token is not passed on: decode computes it again.
+
+Of a lease that was given in another process, decode first calls for the rest. TransferFailed where that cannot be had.
 
 Source: vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py, request_finished.
 """
@@ -22,14 +27,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from math import inf
 from typing import Any
 
 import anyio
 from attrs import define, evolve, frozen
 
 from pipeline import Cancelled, Control, InvalidArgument, PenstockError
-from pipeline.errors import BackendUnknown, Disconnected, EngineShutdown, InvalidMessage, WorkerOverloaded, ungrouped
+from pipeline.errors import (
+    BackendUnknown,
+    Disconnected,
+    EngineShutdown,
+    InvalidMessage,
+    TransferFailed,
+    WorkerOverloaded,
+    ungrouped,
+)
 from pipeline.protocols import (
     CompletionUsage,
     FinishReason,
@@ -45,11 +59,14 @@ from pipeline.telemetry import inject
 from pipeline.wire import plain_from_json, plain_to_json
 
 from ..llm import EngineConfig, GenerateContext
+from ..peers import Peers
 from .client import Address, Client
-from .connectors import KvConnector, MooncakePush, NixlPull, PrefillServer, Taken
-from .errors import TransferFailed, of_one_server, of_status
+from .connectors import LEASE, KvConnector, MooncakePush, NixlPull, PrefillServer, Taken
+from .errors import of_one_server, of_status
 from .facts import ServerFacts
-from .http_exchange import Exchange
+from .http_exchange import Exchange, fetched
+from .lease_calls import lease_engine, limit_lease
+from .streamed_answer import checked_ids
 from .upstream import FIND_S, Call
 from .vllm import VllmUpstream
 
@@ -58,6 +75,8 @@ _log = logging.getLogger(__name__)
 _MOONCAKE_PORT = 8998
 _RETURN_S = 5.0
 """Longest wait for a decode server that only fetches blocks, so that they are freed."""
+_GIVE_UP_S = 1.0
+"""Longest wait for the answer to a prefill that was stopped."""
 _PARAMS = "kv_transfer_params"
 
 
@@ -76,6 +95,11 @@ class VllmPrefill(VllmUpstream):
         self.connector = NixlPull() if connector is None else connector
         self._bootstrap_url = bootstrap_url or f"http://{_in_url(self.address.url.host)}:{_MOONCAKE_PORT}"
         self._server: PrefillServer | None = None
+        self._peer_address = ""
+
+    async def setup_peers(self, peers: Peers) -> None:
+        if self.connector.leases.duration_s < inf:
+            self._peer_address = await peers.serve(lease_engine(self.connector.leases))
 
     async def discover(self) -> ServerFacts:
         facts = await super().discover()
@@ -94,17 +118,58 @@ class VllmPrefill(VllmUpstream):
         if (request.sampling_options.n or 1) > 1:
             raise InvalidArgument("a prompt that another server computes has one choice", field="n")
         self.call(request, context)  # which refuses what decode could not answer, before the prompt is computed
-        transfer_id = self.connector.transfer_id()
+        transfer_id, control = self.connector.transfer_id(), context.control
         call = self._prefill_call(request, context, transfer_id)
-        async with Exchange(self.client, context.control) as exchange:
+        async with Exchange(self.client, Control()) as exchange:
             try:
-                answer = await self._answered(exchange, call, inject(context.inner))
-                yield self._chunk(request, answer, transfer_id)
+                answer = await self._answered_or_given_up(exchange, call, context)
+                self._note_answer(request)
+                chunk = self._chunk(request, answer, transfer_id)
+                if not control.is_stopped:
+                    yield chunk
+                    return
+                self._give_back(request, chunk, context)
             except Cancelled:
-                if not context.control.is_killed:
-                    yield LLMEngineOutput.cancelled().with_usage(CompletionUsage.of(len(request.token_ids), 0))
+                pass
             except PenstockError as error:
-                raise of_one_server(error) from error.__cause__
+                await self._looked(error, control)
+                if not control.is_stopped:
+                    raise of_one_server(error) from error.__cause__
+            if not control.is_killed:
+                yield _cancelled(request)
+
+    async def _answered_or_given_up(
+        self, exchange: Exchange, call: Call, context: GenerateContext
+    ) -> Mapping[str, Any]:
+        """Return the whole answer, also after a stop if it comes soon; else raise Cancelled. Raise as `_answered`."""
+        forget = context.control.on_kill(exchange.control.kill)
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._give_up_when_stopped, exchange, call, context)
+                answer = await self._answered(exchange, call, inject(context.inner))
+                tasks.cancel_scope.cancel()
+                return answer
+        except ExceptionGroup as failed:
+            raise ungrouped(failed) from None
+        finally:
+            forget()
+        raise AssertionError  # the group is left by the return, or by an error
+
+    async def _give_up_when_stopped(self, exchange: Exchange, call: Call, context: GenerateContext) -> None:
+        """End the prefill at the server after a stop. It may have ended: then its answer is on its way."""
+        await context.control.stopped()
+        if self.routes.generates and not context.is_killed:
+            with suppress(PenstockError), anyio.move_on_after(_GIVE_UP_S):
+                await self.abort_at_server(call)
+                await anyio.sleep(_GIVE_UP_S)
+        exchange.control.kill()
+
+    def _give_back(self, request: PreprocessedRequest, chunk: LLMEngineOutput, context: GenerateContext) -> None:
+        """Have the blocks of a prefill fetched that ended although it was stopped."""
+        routing = None if request.routing is None else evolve(request.routing, dp_rank=None)
+        result = PrefillResult(chunk.disaggregated_params)
+        given = evolve(request, routing=routing, prefill_result=result)
+        self.connector.give_back(self.known.model, given, context)
 
     def _prefill_call(self, request: PreprocessedRequest, context: GenerateContext, transfer_id: str) -> Call:
         """Return the request for the prompt alone: one token, which nothing ends before, however it is drawn."""
@@ -125,9 +190,9 @@ class VllmPrefill(VllmUpstream):
     async def _answered(self, exchange: Exchange, call: Call, trace: Mapping[str, str]) -> Mapping[str, Any]:
         """Return the whole answer. Raise the error of one that is none."""
         status = await exchange.send("POST", call.path, {**self._headers(), **call.headers, **trace}, call.body)
-        body = await exchange.body()
         if status != 200:
-            raise of_status(status, body)
+            raise of_status(status, await exchange.message())
+        body = await exchange.body()
         if not exchange.is_whole:
             raise Disconnected("the connection was closed before the end of the prefill's answer")
         try:
@@ -138,18 +203,19 @@ class VllmPrefill(VllmUpstream):
             raise InvalidMessage("the prefill's answer has no choice", cause=error) from error
         if reason == "abort":
             raise EngineShutdown("the server gave the prefill up")
-        if reason == "error" or type(ids) is not list:
+        if reason == "error":
             raise BackendUnknown("the server failed with the prefill")
+        checked_ids(ids)
         plain: Mapping[str, Any] = answer
         return plain
 
     def _chunk(self, request: PreprocessedRequest, answer: Mapping[str, Any], transfer_id: str) -> LLMEngineOutput:
         rank = None if request.routing is None else request.routing.dp_rank
-        offered = self.connector.offer(transfer_id, answer.get(_PARAMS), server=self._server, dp_rank=rank or 0)
+        place: Mapping[str, Any] = {"server": self._server, "dp_rank": rank or 0, "address": self._peer_address}
+        offered = self.connector.offer(transfer_id, answer.get(_PARAMS), **place)
         ids: list[int] = answer["choices"][0]["token_ids"]
         usage = CompletionUsage.of(len(request.token_ids), len(ids))
-        details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-        if type(cached := details.get("cached_tokens")) is int:
+        if (cached := _cached_tokens(answer)) is not None:
             usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached)
         return LLMEngineOutput(
             ids, finish_reason=FinishReason.LENGTH, disaggregated_params=offered, completion_usage=usage
@@ -159,10 +225,7 @@ class VllmPrefill(VllmUpstream):
         """Return what Mooncake's bootstrap server knows. Raise as `page`."""
         client = Client(Address.parse(self._bootstrap_url), FIND_S, self._transport)
         try:
-            async with Exchange(client, Control()) as exchange:
-                status = await exchange.send("GET", "/query", {"accept": "application/json"})
-                body = await exchange.body()
-                await exchange.finish()
+            status, body = await fetched(client, "GET", "/query", {"accept": "application/json"}, within_s=FIND_S)
         finally:
             await client.aclose()
         if status != 200:
@@ -171,6 +234,18 @@ class VllmPrefill(VllmUpstream):
             return plain_from_json(body)
         except InvalidArgument as error:
             raise InvalidMessage(f"{self._bootstrap_url}/query is no JSON", cause=error) from error
+
+
+def _cached_tokens(answer: Mapping[str, Any]) -> int | None:
+    try:
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    except (KeyError, IndexError, TypeError):
+        return None
+    return cached if type(cached) is int else None
+
+
+def _cancelled(request: PreprocessedRequest) -> LLMEngineOutput:
+    return LLMEngineOutput.cancelled().with_usage(CompletionUsage.of(len(request.token_ids), 0))
 
 
 def _in_url(host: str) -> str:
@@ -206,15 +281,20 @@ class VllmDecode(VllmUpstream):
         super().__init__(url, **options)
         self.connector = NixlPull() if connector is None else connector
         self._handed: dict[int, _Handed] = {}
+        self._peers: Peers | None = None
         self._returns: list[Call] = []
         self._has_returns: anyio.Event | None = None
+
+    async def setup_peers(self, peers: Peers) -> None:
+        self._peers = peers
 
     async def background(self) -> None:
         self._has_returns = anyio.Event()
         try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._return_blocks)
-                await super().background()
+            with self.connector.fetching(self.known.model, self._return):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._return_blocks)
+                    await super().background()
         except ExceptionGroup as failed:
             raise ungrouped(failed) from None
         finally:
@@ -231,10 +311,13 @@ class VllmDecode(VllmUpstream):
         """Answer a request whose prompt was computed elsewhere."""
         if (request.sampling_options.n or 1) > 1:
             raise InvalidArgument("a prompt that another server computes has one choice", field="n")
-        handed = _Handed(self.connector.take(result.disaggregated_params))
+        offered = result.disaggregated_params
+        handed = _Handed(self.connector.take(offered))
         self._handed[id(context)] = handed
         has_failed = False
         try:
+            leases = self.connector.leases
+            await limit_lease(handed.taken.lease, offered.get(LEASE), leases, self._peers, context.control)
             async with aclosing(super().generate(request, context)) as chunks:
                 if (first := await self._first(chunks, handed)) is not None:
                     yield first

@@ -13,6 +13,7 @@ from pipeline.protocols import GuidedDecodingOptions, PreprocessedRequest
 
 from ..llm import GenerateContext
 from .facts import ServerFacts
+from .request_rules import check, given, stop_ids
 
 CACHE_SALT_PREFIX = "dynamo-cache-salt:"
 """Marks a salt among other texts in the keys of a KV event."""
@@ -25,6 +26,7 @@ _SAMPLING = (
     *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
     *("seed", "include_stop_str_in_output"),
 )
+_ABSENT = "a vLLM server does not have it beside a stream of tokens"
 _GUIDED = ("json", "regex", "choice", "grammar", "whitespace_pattern", "structural_tag")
 
 
@@ -113,49 +115,22 @@ def transfer_params(request: PreprocessedRequest) -> dict[str, Any] | None:
 
 def _sampled(request: PreprocessedRequest) -> dict[str, Any]:
     """Return the sampling parameters that both routes have. Raise InvalidArgument for what vLLM does not have."""
-    _check(request)
     stop, sampling = request.stop_conditions, request.sampling_options
-    params: dict[str, Any] = {}
-    for part, names in ((stop, _STOP), (sampling, _SAMPLING)):
-        params |= {name: value for name in names if (value := getattr(part, name)) is not None}
-    ids = {*(stop.stop_token_ids or ()), *(stop.stop_token_ids_visible or ()), *(stop.stop_token_ids_hidden or ())}
-    if ids and not stop.ignore_eos:
-        params["stop_token_ids"] = sorted(ids)
+    guided = sampling.guided_decoding
+    backend = None if guided is None else guided.backend
+    check(request, _ABSENT, {"sampling_options.guided_decoding.backend": backend})
+    params = given(stop, _STOP) | given(sampling, _SAMPLING)
+    if ids := stop_ids(stop):
+        params["stop_token_ids"] = ids
     if stop.max_thinking_tokens is not None:
         params["thinking_token_budget"] = stop.max_thinking_tokens
-    if (guided := sampling.guided_decoding) is not None:
+    if guided is not None:
         params["structured_outputs"] = _guided(guided)
     return params
 
 
 def _guided(guided: GuidedDecodingOptions) -> dict[str, Any]:
     return {name: value for name in _GUIDED if (value := getattr(guided, name)) not in (None, [])}
-
-
-def _check(request: PreprocessedRequest) -> None:
-    """Raise InvalidArgument for a field without which the server would answer another request."""
-    sampling, output, guided = (
-        request.sampling_options,
-        request.output_options,
-        request.sampling_options.guided_decoding,
-    )
-    refused = {
-        "prompt_embeds": request.prompt_embeds,
-        "multi_modal_data": request.multi_modal_data,
-        "encoder_result": request.encoder_result,
-        "sampling_options.best_of": sampling.best_of not in (None, sampling.n or 1),
-        "sampling_options.use_beam_search": sampling.use_beam_search,
-        "sampling_options.length_penalty": sampling.length_penalty not in (None, 1.0),
-        "sampling_options.guided_decoding.backend": None if guided is None else guided.backend,
-        "output_options.prompt_logprobs": output.prompt_logprobs,
-    }
-    for name, value in refused.items():
-        if value is not None and value is not False:
-            raise InvalidArgument("a vLLM server does not have it beside a stream of tokens", field=name)
-    if not request.token_ids:
-        raise InvalidArgument("a prompt has at least one token", field="token_ids")
-    if sampling.n is not None and sampling.n < 1:
-        raise InvalidArgument(f"must be at least 1, got {sampling.n}", field="sampling_options.n")
 
 
 def _salt(namespace: str) -> str:

@@ -21,7 +21,8 @@ from pipeline.wire import from_json, to_json
 from ..llm import GenerateContext
 from .errors import of_status
 from .facts import ServerFacts
-from .token_answer import U32_MAX, TokenAnswer
+from .streamed_answer import U32_MAX
+from .token_answer import TokenAnswer
 from .upstream import Call
 from .vllm import Routes, VllmUpstream
 from .vllm_logprobs import of_completion

@@ -252,8 +252,9 @@ class Servers:
                 idle.remove(fits)
             found.append(fits)
         kept = idle[: AT_A_TIME - len(roles)]
-        for server in idle[len(kept) :]:
-            server.stop()
+        for server in self._servers:
+            if server not in kept and server not in found:  # also one that was killed: its client is open
+                server.stop()
         self._servers = [*kept, *(server for server in found if server is not None)]
         taken = [self._new(role) if server is None else server for role, server in zip(roles, found, strict=True)]
         for server in taken:

@@ -1,16 +1,17 @@
-"""vLLM servers that hand KV blocks to each other, in virtual time, and the graph in front of them."""
+"""Servers that share a request, prompts here and answers there, in virtual time, and the graph in front of them."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import anyio
 from attrs import define, field
 
 from engines import DisaggregationMode, LLMEngine, as_engine
 from engines.standalone import StandaloneEngine
+from engines.upstream import KvConnector, SglangUpstream, VllmDecode, VllmPrefill, kv_connector
 from operators import Migration, PrefillRouter, PrefillSettings, PushPrefill, PushRouter
 from pipeline import Annotated, Context, Segment
 from pipeline.network import static_workers
@@ -18,9 +19,14 @@ from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedReques
 from pipeline.protocols.card import DisaggregatedEndpoint, ModelRuntimeConfig
 from pipeline.protocols.runtime_config import STOPS_PREFILLS
 from pipeline.rx import AnyIOScheduler
+from tests.engines.upstream.sglang_worlds import FakeSglang, Rooms
+from tests.engines.upstream.vllm_worlds import Asked, FakeVllm
 from tests.engines.upstream.wire import Line, Received
-from tests.engines.upstream.worlds import Asked, FakeVllm
+from tests.engines.upstream.worlds import FakeServer, TokenServer, all_running
 from tests.operators.prefill.worlds import present_workers
+
+Half = TypeVar("Half", bound=TokenServer)
+Fields = dict[str, Any]
 
 
 @define(eq=False)
@@ -71,6 +77,8 @@ class FakeHalf(FakeVllm):
     """Shared by both sides."""
     prefill_s: float = 0.1
     """Time of a prompt."""
+    answer_s: float = 0.0
+    """Time of a prefill's answer on its way: an abort finds nothing to end by then."""
     accept_s: float = 0.0
     """Time before the head of an answer."""
     queue_s: float = 0.0
@@ -79,13 +87,22 @@ class FakeHalf(FakeVllm):
     """Whether a decode renews the lease while it waits."""
     answers_params: bool = True
     """Whether the server was started with a connector."""
+    fails_transfers: bool = False
+    """Whether it gets no blocks from another server."""
+
+    def held_prompts(self) -> int:
+        return self.blocks.count
 
     async def _whole(self, line: Line, asked: Asked, aborted: anyio.Event) -> None:
-        await anyio.sleep(self.prefill_s)
+        with anyio.move_on_after(self.prefill_s):
+            await aborted.wait()
+            await line.whole(200, asked.chunk([asked.choice(0, [], "abort")]) | {"kv_transfer_params": None})
+            return
         if not self.answers_params:
             asked.transfer = None
         elif (asked.transfer or {}).get("do_remote_decode"):
             self.blocks.hold((asked.transfer or {}).get("transfer_id", asked.id))
+        await anyio.sleep(self.answer_s)
         await super()._whole(line, asked, aborted)
 
     async def _streamed(self, line: Any, asked: Asked, refused: Any, aborted: anyio.Event) -> None:
@@ -93,7 +110,11 @@ class FakeHalf(FakeVllm):
         if (asked.transfer or {}).get("do_remote_prefill"):
             await line.begin()
             line = Begun(line)
-            await self._fetch(asked, aborted)
+            if self.fails_transfers:
+                await anyio.sleep(5.0)
+                refused = {"message": "the transfer failed", "type": "InternalServerError", "code": 500}
+            else:
+                await self._fetch(asked, aborted)
         await super()._streamed(line, asked, refused, aborted)
 
     async def _fetch(self, asked: Asked, aborted: anyio.Event) -> None:
@@ -158,6 +179,78 @@ async def halves(
         assert router.prefills == 0
 
 
+@define(eq=False)
+class World(Generic[Half]):
+    """A prefill server, a decode server, and the graph in front of them."""
+
+    prefill: Half
+    decode: Half
+    halves: Halves
+
+    @property
+    def graph(self) -> Any:
+        return self.halves.graph
+
+    @property
+    def running(self) -> tuple[int, int]:
+        """Requests at the prefill server and at the decode server."""
+        return len(self.prefill.running), len(self.decode.running)
+
+    async def idle(self) -> None:
+        """Nothing is under way at the servers, and no blocks are held, long before a lease ends."""
+        await anyio.sleep(1.0)
+        assert (self.running, self.prefill.held_prompts(), self.decode.held_prompts()) == ((0, 0), 0, 0)
+
+
+@asynccontextmanager
+async def vllm_world(
+    connector: KvConnector | None = None,
+    *,
+    prefill: Fields | None = None,
+    decode: Fields | None = None,
+    lease_s: float = 30.0,
+    kind: type[FakeHalf] = FakeHalf,
+    **settings: Any,
+) -> AsyncIterator[World[FakeHalf]]:
+    """Two vLLM servers, by default with NIXL."""
+    connector = connector or kv_connector("nixl", lease_s)
+    blocks = Blocks(lease_s)
+    first, then = kind(blocks=blocks, **(prefill or {})), FakeHalf(blocks=blocks, **(decode or {}))
+    engines = prefill_of(first, 1, connector), decode_of(then, 2, connector)
+    async with all_running(first, then), halves([engines[0]], [engines[1]], **settings) as graph:
+        yield World(first, then, graph)
+
+
+def prefill_of(server: FakeServer, number: int, connector: KvConnector) -> VllmPrefill:
+    """The engine on a vLLM server that computes prompts."""
+    return VllmPrefill(f"http://gpu-{number}:8000", connector=connector, transport=server.transport)
+
+
+def decode_of(server: FakeServer, number: int, connector: KvConnector) -> VllmDecode:
+    """The engine on a vLLM server that answers."""
+    return VllmDecode(f"http://gpu-{number}:8000", connector=connector, transport=server.transport)
+
+
+@asynccontextmanager
+async def sglang_world(
+    *, prefill: Fields | None = None, decode: Fields | None = None, **settings: Any
+) -> AsyncIterator[World[FakeSglang]]:
+    """Two SGLang servers."""
+    rooms: Rooms = {}
+    first = FakeSglang(mode="prefill", rooms=rooms, **(prefill or {}))
+    then = FakeSglang(mode="decode", rooms=rooms, **(decode or {}))
+    async with (
+        all_running(first, then),
+        halves([sglang_of(first, 1)], [sglang_of(then, 2)], **settings) as graph,
+    ):
+        yield World(first, then, graph)
+
+
+def sglang_of(server: FakeSglang, number: int) -> SglangUpstream:
+    """The engine on an SGLang server of either half."""
+    return SglangUpstream(f"http://gpu-{number}:30000", transport=server.transport)
+
+
 def card(engine: StandaloneEngine) -> ModelRuntimeConfig:
     """The settings that a worker of the engine publishes, as far as a prefill router reads them."""
     config = engine.config
@@ -188,3 +281,12 @@ async def answer_of(graph: Any, request: PreprocessedRequest | Context[Preproces
 def is_cancelled(found: list[LLMEngineOutput]) -> bool:
     """Whether an answer ended as stopped."""
     return bool(found) and found[-1].finish_reason == FinishReason.CANCELLED
+
+
+def bodies(server: FakeHalf, path: str = "/inference/v1/generate") -> list[Any]:
+    """The bodies of requests for the tokens of a prompt, without those of discovery."""
+    return [
+        one.json
+        for one in server.requests(path)
+        if one.json.get("token_ids") != [0] and one.json.get("stream") is not None
+    ]

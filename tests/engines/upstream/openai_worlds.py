@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 from attrs import define, field
 
 from tests.engines.upstream.wire import Line, Received
-from tests.engines.upstream.worlds import FakeServer, continued
+from tests.engines.upstream.worlds import VOCABULARY, FakeServer, continued
 
 
 @define(eq=False)
@@ -56,31 +54,43 @@ class FakeLlama(FakeServer):
     faults: dict[int, Any] = field(factory=dict)
     """What is sent in place of the chunk with this number."""
     running: int = 0
+    has_start_time: bool = False
+    """Whether its metrics have the time of its start; llama.cpp's own have not."""
+    is_loading: bool = False
+    """Whether it still loads its model."""
     token_s: float = 0.001
+    context_length: int = 4096
+
+    def left(self) -> int:
+        return super().left() + self.running
 
     async def answer(self, line: Line, received: Received) -> None:
         match received.path:
             case "/v1/models":
                 await line.whole(200, {"data": [{"id": "smol.gguf", "owned_by": "llamacpp"}]})
             case "/props":
-                settings = {"n_ctx": 4096, "params": {}}
+                settings = {"n_ctx": self.context_length, "params": {}}
                 props = {"default_generation_settings": settings, "total_slots": 4, "model_path": "/models/smol.gguf"}
                 await line.whole(200, props)
+            case "/health" if self.is_loading:
+                await line.whole(503, {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}})
             case "/health":
                 await line.whole(200, {"status": "ok"})
+            case "/metrics" if self.has_start_time:
+                await line.whole(200, f"process_start_time_seconds {self.started_s:.9e}\n".encode())
             case "/completion":
                 await self._completion(line, received.json)
             case _:
                 await line.whole(404, {"error": {"code": 404, "message": "File Not Found", "type": "not_found_error"}})
 
     async def _completion(self, line: Line, body: dict[str, Any]) -> None:
-        if max(body["prompt"]) >= 32_000:
+        if max(body["prompt"]) >= VOCABULARY:
             error = {"code": 400, "message": "Prompt contains invalid tokens", "type": "invalid_request_error"}
             await line.whole(400, {"error": error})
             return
         self.running += 1
         try:
-            most = min(4096 - len(body["prompt"]), body["n_predict"] if body["n_predict"] >= 0 else 16)
+            most = min(self.context_length - len(body["prompt"]), body["n_predict"] if body["n_predict"] >= 0 else 16)
             tokens = continued(body["prompt"], most)
             await line.begin()
             for number, token in enumerate(tokens):
@@ -96,16 +106,3 @@ class FakeLlama(FakeServer):
             await line.end()
         finally:
             self.running -= 1
-
-
-@asynccontextmanager
-async def running(make: Any, **fields: Any) -> AsyncIterator[Any]:
-    """Run a server; its clients must leave none of its connections open."""
-    left = []
-    async with anyio.create_task_group() as tasks:
-        server = make(tasks, **fields)
-        yield server
-        await anyio.sleep(1.0)
-        left.append(server.open)
-        tasks.cancel_scope.cancel()
-    assert left == [0]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
@@ -11,9 +10,7 @@ from attrs import define, field
 
 from engines.upstream import SglangUpstream
 from tests.engines.upstream.wire import Line, Received
-from tests.engines.upstream.worlds import VOCABULARY, FakeServer, continued
-
-URL = "http://gpu-1:30000"
+from tests.engines.upstream.worlds import Sending, TokenServer, choice_prompts, continued, running, started_on
 
 
 @define(eq=False)
@@ -38,11 +35,9 @@ Rooms = dict[int, Room]
 
 
 @define(eq=False)
-class FakeSglang(FakeServer):
+class FakeSglang(TokenServer):
     """SGLang 0.5.23 on its wire: discovery, tokens, aborts, health."""
 
-    model: str = "tiny"
-    context_length: int = 4096
     page_size: int = 16
     max_total_num_tokens: int = 8192
     mode: str = "null"
@@ -53,31 +48,14 @@ class FakeSglang(FakeServer):
     """`--incremental-streaming-output`."""
     counts: bool = True
     """Whether it counts the tokens of each chunk."""
-    adapters: tuple[str, ...] = ()
     info: dict[str, Any] = field(factory=dict)
     """Further values of `/server_info`."""
-    token_s: float = 0.01
-    """Time of a token."""
     prefill_s: float = 0.05
     """Time of a prompt."""
     transfer_timeout_s: float = 300.0
     """How long a half waits for the other."""
-    natural_tokens: int = 16
-    """Tokens of an answer that ends by itself."""
-    tokens_per_chunk: int = 1
-    is_healthy: bool = True
-    running: dict[str, anyio.Event] = field(factory=dict)
-    """Requests by id; the event aborts one."""
-    aborted: list[str] = field(factory=list)
-    """Ids that were aborted by the route."""
     begun: int = 0
     """Requests for tokens so far."""
-    faults: dict[int, Callable[[Line], Any]] = field(factory=dict)
-    """What happens in place of the event with this number, from 0, of each answer."""
-
-    def kill(self) -> None:
-        super().kill()
-        self.running.clear()
 
     async def answer(self, line: Line, received: Received) -> None:
         match received.method, received.path:
@@ -90,7 +68,7 @@ class FakeSglang(FakeServer):
             case "POST", "/generate":
                 await self._generate(line, received.json)
             case "POST", "/abort_request":
-                self._abort(received.json["rid"])
+                self.abort(received.json["rid"])
                 await line.whole(200, b"")
             case _:
                 await line.whole(404, {"detail": "Not Found"})
@@ -118,11 +96,6 @@ class FakeSglang(FakeServer):
             *({"id": name, "root": "/a", "parent": self.model, "max_model_len": None} for name in self.adapters),
         ]
 
-    def _abort(self, rid: str) -> None:
-        if rid in self.running:
-            self.aborted.append(rid)
-            self.running[rid].set()
-
     async def _generate(self, line: Line, body: dict[str, Any]) -> None:
         self.begun += 1
         aborted = self.running[body["rid"]] = anyio.Event()
@@ -134,7 +107,7 @@ class FakeSglang(FakeServer):
             self.running.pop(body["rid"], None)
 
     async def _streamed(self, sending: Sending, asked: Asked, aborted: anyio.Event) -> None:
-        if (refused := self._refusal(asked)) is not None:
+        if (refused := self.refusal(asked.prompt)) is not None:
             await sending.put({"error": {"message": refused, "type": "invalid_request_error", "code": 400}})
         elif (failed := await self._met(asked, aborted)) is not None:
             await sending.put(asked.chunk(0, [], failed))
@@ -143,13 +116,6 @@ class FakeSglang(FakeServer):
         else:
             await self._tokens(sending, asked, aborted)
         await sending.put("[DONE]")
-
-    def _refusal(self, asked: Asked) -> str | None:
-        if len(asked.prompt) >= self.context_length:
-            return f"The input ({len(asked.prompt)} tokens) is longer than the model's context length"
-        if wrong := [token for token in asked.prompt if token >= VOCABULARY]:
-            return f"Token id {wrong[0]} is out of vocabulary"
-        return None
 
     async def _met(self, asked: Asked, aborted: anyio.Event) -> dict[str, Any] | None:
         """Wait for the other half, which this one needs; return a finish reason if that does not come."""
@@ -181,18 +147,17 @@ class FakeSglang(FakeServer):
 
     async def _tokens(self, sending: Sending, asked: Asked, aborted: anyio.Event) -> None:
         most = asked.most
-        natural = most if asked.ignore_eos else min(most, max(self.natural_tokens, asked.min_tokens))
-        answers = [continued([*asked.prompt, *([index] if index else [])], natural) for index in range(asked.n)]
+        natural = self.answer_tokens(most, asked.min_tokens, ignore_eos=asked.ignore_eos)
+        answers = [continued(one, natural) for one in choice_prompts(asked.prompt, asked.n)]
         for begin in range(0, natural, self.tokens_per_chunk):
-            with anyio.move_on_after(self.token_s):
-                await aborted.wait()
+            is_aborted = await self.step(aborted)
             done = min(begin + self.tokens_per_chunk, natural)
             for index, answer in enumerate(answers):
-                if aborted.is_set():
+                if is_aborted:
                     await sending.put(asked.chunk(index, answer[:begin], {"type": "abort", "message": "Abort"}, begin))
                     continue
                 await sending.put(asked.chunk(index, answer[:done], _reason(done, natural, most), begin))
-            if aborted.is_set():
+            if is_aborted:
                 return
 
 
@@ -200,20 +165,6 @@ def _reason(done: int, natural: int, most: int) -> dict[str, Any] | None:
     if done < natural:
         return None
     return {"type": "length", "length": most} if natural == most else {"type": "stop", "matched": 2}
-
-
-@define(eq=False)
-class Sending:
-    """The events of one answer, with their faults."""
-
-    line: Line
-    faults: dict[int, Callable[[Line], Any]]
-    number: int = 0
-
-    async def put(self, value: Any) -> None:
-        fault = self.faults.get(self.number)
-        self.number += 1
-        await (self.line.event(value) if fault is None else fault(self.line))
 
 
 @define(eq=False)
@@ -271,26 +222,5 @@ class Asked:
         return chunk | ({"index": index} if self.n > 1 else {})
 
 
-@asynccontextmanager
-async def fake_sglang(**fields: Any) -> AsyncIterator[FakeSglang]:
-    """Run a server; its clients must leave none of its connections open, and no request running."""
-    left: list[Any] = []
-    async with anyio.create_task_group() as tasks:
-        server = FakeSglang(tasks, **fields)
-        yield server
-        await anyio.sleep(1.0)
-        left.append((server.open, server.running))
-        tasks.cancel_scope.cancel()
-    assert left == [(0, {})]
-
-
-@asynccontextmanager
-async def started_sglang(server: FakeServer, url: str = URL, **how: Any) -> AsyncIterator[SglangUpstream]:
-    """An engine on the server, started; at its end no request is in flight."""
-    engine = SglangUpstream(url, transport=server.transport, **how)
-    try:
-        await engine.start(1)
-        yield engine
-    finally:
-        await engine.cleanup()
-        assert engine.in_flight == 0
+fake_sglang = partial(running, FakeSglang)
+started_sglang = partial(started_on, SglangUpstream)

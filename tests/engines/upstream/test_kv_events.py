@@ -11,15 +11,17 @@ import anyio
 import pytest
 
 from engines import ShutdownTimes, Worker, WorkerConfig
-from engines.upstream import EventSource, KvEventFollower, VllmUpstream
+from engines.publishing import KvEventPublisher
+from engines.upstream import EventSource, KvEventFeeds, KvEventFollower, ServerFacts, VllmPrefill, VllmUpstream
 from operators.kv import EventLog, WorkerRank
 from pipeline import Context
 from pipeline.network import Event, Runtime, Scope
-from pipeline.protocols import PreprocessedRequest, StopConditions
+from pipeline.protocols import PreprocessedRequest, RoutingHints, StopConditions
 from pipeline.protocols.kv import KV_EVENTS_TOPIC, KvCleared, KvEventData, KvRemoved, KvStored, RouterEvent, StorageTier
 from pipeline.testing import virtual_time
 from pipeline.wire import to_msgpack
-from tests.engines.upstream.worlds import URL, FakeVllm, fake_vllm
+from tests.engines.upstream.vllm_worlds import FakeVllm, fake_vllm
+from tests.engines.upstream.worlds import URL, outputs
 from tests.engines.worker.worlds import collect
 from tests.pipeline.llm.kv_events.kv_source import BLOCK_TOKENS, FakeKvSource, change, removed, stored
 
@@ -200,6 +202,30 @@ def follower(**settings: Any) -> KvEventFollower:
     )
 
 
+async def test_topic_and_replay_are_those_of_the_source() -> None:
+    source = EventSource("tcp://gpu-1:5557", "tcp://gpu-1:5657", "kv")
+    made = KvEventFollower(source, dp_rank=3, block_size_tokens=4, publish=lambda change, tier: None)
+    assert (made.endpoint, made.replay_endpoint, made.topic) == ("tcp://gpu-1:5557", "tcp://gpu-1:5657", b"kv")
+
+
+async def test_what_is_left_out_is_shown_by_rank_and_reason() -> None:
+    sources = {rank: EventSource(f"tcp://gpu-1:{5557 + rank}") for rank in (0, 1)}
+    feeds = KvEventFeeds(ServerFacts(model="m", block_size_tokens=4, event_sources=sources))
+    for rank, source in enumerate(feeds.sources()):
+        source.on_ready(KvEventPublisher(7, rank, lambda event: None))
+    feeds.followers[1].receive([b"", bytes(8), to_msgpack([1.0, [], 5000])])
+    feeds.followers[1].receive([b"", bytes(8), b"garbled"])
+    shown = feeds.metrics_text()
+    for rank, reason, count in ((1, "rank_too_high", 1), (1, "malformed", 1), (0, "malformed", 0)):
+        assert f'penstock_kv_events_refused_total{{dp_rank="{rank}",reason="{reason}"}} {count}\n' in shown
+
+
+def test_events_of_blocks_of_unknown_size_are_not_followed() -> None:
+    sources = {0: EventSource("tcp://gpu-1:5557")}
+    assert KvEventFeeds(ServerFacts(model="m", event_sources=sources)).sources() == []
+    assert len(KvEventFeeds(ServerFacts(model="m", event_sources=sources, block_size_tokens=4)).sources()) == 1
+
+
 async def test_a_rank_that_answers_and_publishes_nothing_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     made = follower()
     for _ in range(30):
@@ -210,12 +236,15 @@ async def test_a_rank_that_answers_and_publishes_nothing_is_warned_of_once(caplo
     assert "rank 3 answers prompts, but no KV event has come from tcp://gpu-1:5557" in record.getMessage()
 
 
-async def test_a_server_that_answers_and_publishes_nothing_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [VllmUpstream, VllmPrefill])
+async def test_a_server_that_answers_and_publishes_nothing_is_warned_of(
+    kind: type[VllmUpstream], caplog: pytest.LogCaptureFixture
+) -> None:
     pages = {"0": {"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": None, "topic": ""}}
     async with (
         fake_vllm(event_sources=pages, block_size_tokens=BLOCK_TOKENS) as server,
         Runtime.in_process() as runtime,
-        Worker(VllmUpstream(URL, transport=server.transport), runtime=runtime, environment={}, times=TIMES) as worker,
+        Worker(kind(URL, transport=server.transport), runtime=runtime, environment={}, times=TIMES) as worker,
     ):
         request = PreprocessedRequest([1] * BLOCK_TOKENS, stop_conditions=StopConditions(max_tokens=1))
         for _ in range(5):
@@ -223,6 +252,21 @@ async def test_a_server_that_answers_and_publishes_nothing_is_warned_of(caplog: 
             await anyio.sleep(10.0)
         assert re.search(r'penstock_kv_events_silent{dp_rank="0".*} 1\n', worker.native_metrics())
     assert [r.getMessage() for r in caplog.records if "no KV event has come from tcp://127.0.0.1:1" in r.getMessage()]
+
+
+async def test_an_answer_is_that_of_the_rank_it_was_sent_to() -> None:
+    pages = {str(rank): {"endpoint": f"tcp://127.0.0.1:{rank + 1}", "replay_endpoint": None} for rank in (0, 1)}
+    async with fake_vllm(event_sources=pages, ranks=2) as server:
+        engine = VllmUpstream(URL, transport=server.transport)
+        await engine.start(7)
+        assert engine.kv_feeds is not None
+        for rank, source in enumerate(engine.kv_feeds.sources()):
+            source.on_ready(KvEventPublisher(7, rank, lambda event: None))
+        for _ in range(2):
+            await outputs(engine, PreprocessedRequest([1] * 40, routing=RoutingHints(dp_rank=1)))
+            await anyio.sleep(31.0)
+        await engine.cleanup()
+        assert [engine.kv_feeds.followers[rank].is_silent for rank in (0, 1)] == [False, True]
 
 
 async def test_prompts_that_fill_no_block_are_no_sign(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,7 +26,8 @@ from pipeline.protocols.kv import ActiveLoad
 from pipeline.protocols.limits import BusyThresholds
 from pipeline.testing import virtual_time
 from pipeline.wire import to_msgpack
-from tests.engines.upstream.worlds import URL, fake_vllm
+from tests.engines.upstream.vllm_worlds import fake_vllm
+from tests.engines.upstream.worlds import URL
 from tests.engines.worker.worlds import TIMES
 
 RECORDED = Path(__file__).with_name("recorded") / "vllm.json"
@@ -73,7 +74,12 @@ def test_the_hit_rate_is_that_since_the_page_before() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "vllm:kv_cache_usage_perc", "vllm:kv_cache_usage_perc{} NaN", page(0.5, engine="x")]
+    "text",
+    [
+        *("", "vllm:kv_cache_usage_perc", "vllm:kv_cache_usage_perc{} NaN", "vllm:kv_cache_usage_perc_other{} 0.5"),
+        *(page(0.5, engine=engine) for engine in ("x", "-1", "²", "9" * 5000)),
+    ],
+    ids=lambda text: repr(text[:60]),
 )
 def test_a_page_without_the_usage_gives_no_load(text: str) -> None:
     assert VllmLoad(FACTS).read(text) == {}
@@ -145,6 +151,21 @@ async def test_a_page_that_cannot_be_had_is_left_out(caplog: pytest.LogCaptureFi
     assert (feed.malformed, "no figures" in caplog.text) == (1, True)
 
 
+async def test_a_page_that_is_never_there_is_warned_of_a_few_times(caplog: pytest.LogCaptureFixture) -> None:
+    def read(text: str) -> dict[int, ComponentSnapshot]:
+        raise InvalidMessage("no figures")
+
+    async with fake_vllm() as server:
+        feed, client = LoadFeed(FACTS, read), Client(Address.parse(URL), 5.0, server.transport)
+        attach = feed.bindings().on_publisher_ready
+        assert attach is not None
+        attach(SnapshotPublisher(7, [0], EngineMetrics(), lambda load: None))
+        with anyio.move_on_after(20.5):
+            await feed.run(client, {}, 1.0)
+        await client.aclose()
+    assert (feed.malformed, caplog.text.count("no figures")) == (21, 3)
+
+
 def test_a_server_that_shows_no_load_has_no_ranks_of_it() -> None:
     assert LoadFeed(FACTS).bindings().dp_ranks == ()
     assert LoadFeed(FACTS, lambda text: {}).bindings().dp_ranks == [0, 1]
@@ -200,6 +221,51 @@ def bound() -> Iterator[tuple[zmq.Socket[bytes], str]]:
         yield socket, f"tcp://127.0.0.1:{port}"
     finally:
         context.destroy(linger=0)
+
+
+async def test_a_message_that_is_too_large_does_not_end_the_load(stats: tuple[zmq.Socket[bytes], str]) -> None:
+    socket, endpoint = stats
+    published: list[ActiveLoad] = []
+    feed = LoadFeed(ServerFacts(model="m", block_size_tokens=64, load_sources={0: endpoint}))
+    attach = feed.bindings().on_publisher_ready
+    assert attach is not None
+    attach(SnapshotPublisher(7, [0], EngineMetrics(), published.append))
+    client = Client(Address.parse(URL), 5.0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(feed.run, client, {}, 1.0)
+        with anyio.fail_after(10):
+            for _ in range(2):
+                published.clear()
+                while not published:
+                    socket.send_multipart([b"load", bytes(8), to_msgpack(STAT)])
+                    await anyio.sleep(0.01)
+                socket.send_multipart([b"load", bytes(8), b"x" * 100_000])
+                for _ in range(500):
+                    await anyio.sleep(0.01)
+                    if feed.malformed:
+                        break
+        tasks.cancel_scope.cancel()
+    await client.aclose()
+
+
+async def test_the_load_of_each_rank_comes_from_its_own_socket(stats: tuple[zmq.Socket[bytes], str]) -> None:
+    published: dict[int, ActiveLoad] = {}
+    with bound() as (other, at):
+        feed = LoadFeed(ServerFacts(model="m", block_size_tokens=64, load_sources={2: stats[1], 3: at}))
+        attach = feed.bindings().on_publisher_ready
+        assert attach is not None
+        attach(SnapshotPublisher(7, [2, 3], EngineMetrics(), lambda one: published.update({one.dp_rank: one})))
+        client = Client(Address.parse(URL), 5.0)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(feed.run, client, {}, 1.0)
+            with anyio.fail_after(10):
+                while len(published) < 2:
+                    for socket, used in ((stats[0], 640), (other, 1280)):
+                        socket.send_multipart([b"load", bytes(8), to_msgpack(["LoadStat", 1, 0, used, 4096, 0, 0])])
+                    await anyio.sleep(0.01)
+            tasks.cancel_scope.cancel()
+        await client.aclose()
+    assert {rank: one.kv_used_blocks for rank, one in published.items()} == {2: 10, 3: 20}
 
 
 async def test_what_a_server_sends_of_its_load_is_published(stats: tuple[zmq.Socket[bytes], str]) -> None:

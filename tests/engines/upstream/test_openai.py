@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
 import pytest
 
-from engines import run_conformance
 from engines.upstream import UNKNOWN_TOKEN, IdForm, OpenAIUpstream
 from pipeline.errors import (
     BackendUnknown,
@@ -30,19 +28,11 @@ from pipeline.protocols import (
     SamplingOptions,
     StopConditions,
 )
-from tests.engines.upstream.openai_worlds import FakeLlama, FakeText, running
-from tests.engines.upstream.worlds import URL, FakeServer, continued, fake_vllm, outputs, prompt, tokens_of
+from tests.engines.upstream.openai_worlds import FakeLlama, FakeText
+from tests.engines.upstream.vllm_worlds import fake_vllm
+from tests.engines.upstream.worlds import continued, outputs, prompt, running, started_on, tokens_of
 
-
-@asynccontextmanager
-async def started(server: FakeServer, **how: Any) -> AsyncIterator[OpenAIUpstream]:
-    engine = OpenAIUpstream(URL, transport=server.transport, **how)
-    try:
-        await engine.start(1)
-        yield engine
-    finally:
-        await engine.cleanup()
-        assert engine.in_flight == 0
+started = partial(started_on, OpenAIUpstream)
 
 
 # -- by ids
@@ -53,6 +43,7 @@ async def test_a_server_that_returns_ids_is_an_engine_of_ids() -> None:
         assert engine.ids is IdForm.TOKEN_IDS
         request = prompt(5, sampling_options=SamplingOptions(n=2), output_options=OutputOptions(logprobs=1))
         found = await outputs(engine, request)
+        assert "request_id" not in server.received[-1].json, "a field of vLLM, which strict servers refuse"
         assert tokens_of(found) == continued([5, 6, 7], 5)
         assert all(output.log_probs for output in found if output.token_ids)
 
@@ -73,13 +64,10 @@ async def test_llama_cpp_is_an_engine_of_ids() -> None:
     assert (usage.total_tokens, usage.prompt_tokens_details.cached_tokens) == (8, 2)
 
 
-async def test_an_upstream_of_llama_cpp_holds_the_engine_contract() -> None:
-    async with running(FakeLlama, keeps_alive=False) as server:
-        await run_conformance(
-            lambda: OpenAIUpstream(URL, transport=server.transport),
-            request=prompt(24),
-            bad_request=PreprocessedRequest([32_000]),
-        )
+async def test_an_answer_of_llama_cpp_that_ends_by_itself_is_a_stop() -> None:
+    async with running(FakeLlama) as server, started(server) as engine:
+        found = await outputs(engine, prompt(None))
+    assert (len(tokens_of(found)), found[-1].finish_reason) == (16, FinishReason.STOP)
 
 
 async def test_the_options_of_a_request_have_llama_cpps_names() -> None:
@@ -99,6 +87,12 @@ ABSENT: list[tuple[PreprocessedRequest, str]] = [
     (PreprocessedRequest([5], stop_conditions=StopConditions(min_tokens=2)), "stop_conditions.min_tokens"),
     (PreprocessedRequest([5], stop_conditions=StopConditions(stop_token_ids=[2])), "stop_conditions.stop_token_ids"),
     (PreprocessedRequest([5], stop_conditions=StopConditions(ignore_eos=True)), "stop_conditions.max_tokens"),
+    (prompt(3, sampling_options=SamplingOptions(best_of=2)), "sampling_options.best_of"),
+    (prompt(3, sampling_options=SamplingOptions(length_penalty=0.5)), "sampling_options.length_penalty"),
+    (
+        PreprocessedRequest([5], stop_conditions=StopConditions(max_thinking_tokens=2)),
+        "stop_conditions.max_thinking_tokens",
+    ),
     (
         prompt(3, sampling_options=SamplingOptions(guided_decoding=GuidedDecodingOptions(regex="a"))),
         "sampling_options.guided_decoding.regex",

@@ -10,8 +10,7 @@ import pytest
 
 from engines.upstream import kv_connector
 from pipeline import Context, PenstockError
-from tests.engines.upstream.test_sglang_disaggregated import world as sglang_world
-from tests.engines.upstream.test_vllm_disaggregated import world as vllm_world
+from tests.engines.upstream.handover_worlds import sglang_world, vllm_world
 from tests.engines.upstream.worlds import continued, prompt, tokens_of
 
 PROMPT = [5, 6, 7]

@@ -12,7 +12,9 @@ import pytest
 from engines.upstream import TokenAnswer, of_completion, of_generate
 from pipeline import PenstockError
 from pipeline.errors import EngineShutdown, InvalidArgument
-from tests.engines.upstream.worlds import URL, as_event, fake_vllm
+from tests.engines.upstream.vllm_worlds import fake_vllm
+from tests.engines.upstream.wire import as_event
+from tests.engines.upstream.worlds import URL
 
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "vllm.json").read_text(encoding="utf-8"))
 EXCHANGES: list[dict[str, Any]] = RECORDED["exchanges"]

@@ -2,93 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 import pytest
-from attrs import define
 
 from engines import DisaggregationMode
 from engines.adapter import RequestAdapter
-from engines.upstream import SglangUpstream, TransferFailed
 from operators.prefill import PrefillError
 from pipeline import Context, InvalidArgument, PenstockError
-from pipeline.errors import CannotConnect, Disconnected
-from pipeline.protocols import PreprocessedRequest, RoutingHints, SamplingOptions, StopConditions
-from tests.engines.upstream.handover_worlds import Halves, answer_of, halves, is_cancelled
+from pipeline.errors import CannotConnect, Disconnected, TransferFailed
+from pipeline.protocols import RoutingHints
+from tests.engines.upstream.handover_worlds import answer_of, halves, is_cancelled, sglang_of, sglang_world
 from tests.engines.upstream.sglang_worlds import FakeSglang, Rooms, fake_sglang, started_sglang
-from tests.engines.upstream.wire import Line
-from tests.engines.upstream.worlds import VOCABULARY, continued, outputs, prompt, tokens_of
+from tests.engines.upstream.worlds import continued, cut, outputs, prompt, sends, tokens_of
 
 PROMPT = [5, 6, 7]
 MEETING = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
 
-@define(eq=False)
-class World:
-    """A prefill server, a decode server, and the graph in front of them."""
-
-    prefill: FakeSglang
-    decode: FakeSglang
-    halves: Halves
-
-    @property
-    def graph(self) -> Any:
-        return self.halves.graph
-
-    @property
-    def running(self) -> tuple[int, int]:
-        """Requests at the prefill server and at the decode server."""
-        return len(self.prefill.running), len(self.decode.running)
-
-
-def engine_of(server: FakeSglang, number: int) -> SglangUpstream:
-    return SglangUpstream(f"http://gpu-{number}:30000", transport=server.transport)
-
-
-@asynccontextmanager
-async def world(
-    *,
-    prefill: dict[str, Any] | None = None,
-    decode: dict[str, Any] | None = None,
-    migrations: int = 0,
-    **settings: Any,
-) -> AsyncIterator[World]:
-    rooms: Rooms = {}
-    async with (
-        fake_sglang(mode="prefill", rooms=rooms, **(prefill or {})) as first,
-        fake_sglang(mode="decode", rooms=rooms, **(decode or {})) as then,
-        halves([engine_of(first, 1)], [engine_of(then, 2)], migrations=migrations, **settings) as graph,
-    ):
-        yield World(first, then, graph)
-
-
-def event(value: Any) -> Any:
-    """A fault: another event."""
-
-    async def send(line: Line) -> None:
-        await line.event(value)
-
-    return send
-
-
-async def cut(line: Line) -> None:
-    """A fault: the connection breaks."""
-    await line.wire.aclose()
-
-
 def aborted(code: int) -> Any:
     reason = {"type": "abort", "message": "KVTransferError: out of luck", "status_code": code}
-    return event({"output_ids": [], "meta_info": {"finish_reason": reason, "completion_tokens": 0}})
+    return sends({"output_ids": [], "meta_info": {"finish_reason": reason, "completion_tokens": 0}})
 
 
 # -- the way of a request
 
 
 async def test_both_halves_are_sent_at_the_same_time_and_meet_in_one_room() -> None:
-    async with world(prefill={"prefill_s": 1.0}) as halved:
+    async with sglang_world(prefill={"prefill_s": 1.0}) as halved:
         found = list[Any]()
         async with anyio.create_task_group() as tasks:
 
@@ -108,39 +50,14 @@ async def test_both_halves_are_sent_at_the_same_time_and_meet_in_one_room() -> N
     assert answered.json["sampling_params"]["max_new_tokens"] == 9
 
 
-async def test_prefills_token_is_not_passed_on() -> None:
-    async with world() as halved:
-        found = await answer_of(halved.graph, prompt(1))
-    assert tokens_of(found) == continued(PROMPT, 1)
-    assert all(output.disaggregated_params is None for output in found)
-
-
-@pytest.mark.slow
-async def test_fifty_prompts_eight_at_a_time_have_the_tokens_of_one_server() -> None:
-    async with world() as halved:
-        limit, answers = anyio.CapacityLimiter(8), list[bool]()
-
-        async def one(number: int) -> None:
-            tokens = [number + 1, 17, number * 3 + 2]
-            request = PreprocessedRequest(tokens, stop_conditions=StopConditions(max_tokens=30, ignore_eos=True))
-            async with limit:
-                answers.append(tokens_of(await answer_of(halved.graph, request)) == continued(tokens, 30))
-
-        async with anyio.create_task_group() as tasks:
-            for number in range(50):
-                tasks.start_soon(one, number)
-        assert answers == [True] * 50
-        assert halved.running == (0, 0)
-
-
 async def test_the_rank_of_the_prefill_is_found_by_the_room_and_by_its_name() -> None:
-    async with world(prefill={"info": {"dp_size": 4}}, decode={"info": {"dp_size": 2}}) as halved:
+    async with sglang_world(prefill={"info": {"dp_size": 4}}, decode={"info": {"dp_size": 2}}) as halved:
         routing = RoutingHints(prefill_worker_id=1, prefill_dp_rank=3, dp_rank=1)
         await answer_of(halved.graph, prompt(2, routing=routing))
         (asked,), (answered,) = (one.requests("/generate") for one in (halved.prefill, halved.decode))
     assert asked.json["routed_dp_rank"] == 3
     assert asked.json["bootstrap_room"] % 4 == 3
-    assert answered.json["routed_dp_rank"] == 1
+    assert (answered.json["routed_dp_rank"], answered.json["disagg_prefill_dp_rank"]) == (1, 3)
 
 
 async def test_a_prefill_server_advertises_where_it_is_met_and_that_it_may_be_stopped() -> None:
@@ -161,15 +78,6 @@ async def test_a_probe_of_one_server_needs_no_other(mode: DisaggregationMode) ->
         assert fake.requests("/generate")[0].json["bootstrap_host"] == "2.2.2.2"
 
 
-async def test_a_prompt_that_another_server_computes_has_one_choice() -> None:
-    async with world(decode_patience_s=1.0) as halved:
-        with pytest.raises(PenstockError) as refused:
-            await answer_of(halved.graph, prompt(2, sampling_options=SamplingOptions(n=2)))
-        assert refused.value.facts.status == 400
-        await anyio.sleep(0.5)
-        assert halved.prefill.begun == halved.decode.begun == 0
-
-
 async def test_a_request_without_a_place_to_meet_is_refused() -> None:
     async with fake_sglang(mode="decode") as fake, started_sglang(fake) as engine:
         with pytest.raises(InvalidArgument):
@@ -182,13 +90,13 @@ async def test_a_request_without_a_place_to_meet_is_refused() -> None:
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
-        (event({"error": {"message": "no", "code": 400}}), InvalidArgument),
+        (sends({"error": {"message": "no", "code": 400}}), InvalidArgument),
         (aborted(500), TransferFailed),
         (cut, Disconnected),
     ],
 )
 async def test_decode_is_cancelled_if_its_prefill_fails(fault: Any, error: type[PenstockError]) -> None:
-    async with world(prefill={"faults": {0: fault}}, decode_patience_s=1.0) as halved:
+    async with sglang_world(prefill={"faults": {0: fault}}, decode_patience_s=1.0) as halved:
         # The other half would wait much longer by itself.
         halved.prefill.prefill_s, halved.decode.transfer_timeout_s = 0.0, 300.0
         halved.prefill.rooms = {}  # they do not meet
@@ -214,14 +122,14 @@ def _chain(error: BaseException) -> list[BaseException]:
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
-        (event({"error": {"message": "no", "code": 400}}), InvalidArgument),
-        (event({"error": {"message": "full", "code": 503}}), PenstockError),
+        (sends({"error": {"message": "no", "code": 400}}), InvalidArgument),
+        (sends({"error": {"message": "full", "code": 503}}), PenstockError),
         (aborted(500), TransferFailed),
         (cut, Disconnected),
     ],
 )
 async def test_prefill_is_cancelled_if_its_decode_fails(fault: Any, error: type[PenstockError]) -> None:
-    async with world(decode={"faults": {0: fault}}, decode_patience_s=1.0) as halved:
+    async with sglang_world(decode={"faults": {0: fault}}, decode_patience_s=1.0) as halved:
         halved.decode.rooms, halved.decode.transfer_timeout_s = {}, 0.1  # they do not meet
         began_s = anyio.current_time()
         with pytest.raises(error):
@@ -245,7 +153,7 @@ async def test_a_decode_server_that_dies_takes_its_prefill_along_and_another_goe
 
 
 async def _killed_in_mid_answer(prefill: FakeSglang, one: FakeSglang, two: FakeSglang) -> None:
-    engines = [engine_of(prefill, 1)], [engine_of(one, 2), engine_of(two, 3)]
+    engines = [sglang_of(prefill, 1)], [sglang_of(one, 2), sglang_of(two, 3)]
     async with halves([*engines[0]], [*engines[1]], migrations=3) as graph:
         async with anyio.create_task_group() as tasks:
 
@@ -265,7 +173,7 @@ async def test_halves_that_do_not_come_together_start_again_at_once_with_another
         fake_sglang(mode="prefill", rooms=rooms) as prefill,
         fake_sglang(mode="decode", rooms={}, faults={0: aborted(500)}, transfer_timeout_s=0.1) as broken,
         fake_sglang(mode="decode", rooms=rooms) as good,
-        halves([engine_of(prefill, 1)], [engine_of(broken, 2), engine_of(good, 3)], migrations=3) as graph,
+        halves([sglang_of(prefill, 1)], [sglang_of(broken, 2), sglang_of(good, 3)], migrations=3) as graph,
     ):
         began_s = anyio.current_time()
         for _ in range(4):
@@ -282,7 +190,7 @@ async def test_halves_that_do_not_come_together_start_again_at_once_with_another
 @pytest.mark.parametrize("how", ["stop", "kill"])
 @pytest.mark.parametrize("after_s", [0.5, 1.5])
 async def test_a_client_that_leaves_frees_both_servers(how: str, after_s: float) -> None:
-    async with world(prefill={"prefill_s": 1.0}, decode={"token_s": 0.1}) as halved:
+    async with sglang_world(prefill={"prefill_s": 1.0}, decode={"token_s": 0.1}) as halved:
         context, found = Context(prompt(500)), list[Any]()
         async with anyio.create_task_group() as tasks:
 
@@ -295,20 +203,3 @@ async def test_a_client_that_leaves_frees_both_servers(how: str, after_s: float)
             await anyio.sleep(0.2)
             assert halved.running == (0, 0)
     assert is_cancelled(found) if how == "stop" else not is_cancelled(found)
-
-
-async def test_a_dropped_stream_frees_both_servers() -> None:
-    async with world() as halved:
-        async with await halved.graph.generate(Context(prompt(500))) as stream:
-            await anext(stream)
-        await anyio.sleep(0.2)
-        assert halved.running == (0, 0)
-
-
-async def test_a_wrong_prompt_is_refused_by_both() -> None:
-    async with world(decode_patience_s=1.0) as halved:
-        with pytest.raises(PenstockError) as refused:
-            await answer_of(halved.graph, PreprocessedRequest([VOCABULARY]))
-        assert refused.value.facts.status == 400
-        await anyio.sleep(0.5)
-        assert halved.running == (0, 0)

@@ -11,9 +11,13 @@ import pytest
 from engines import DisaggregationMode
 from engines.adapter import RequestAdapter
 from engines.upstream import VllmUpstream
+from engines.upstream.upstream import ABORT_S
+from engines.upstream.vllm import ABORT
 from pipeline import Context
-from pipeline.protocols import FinishReason, PrefillResult
-from tests.engines.upstream.worlds import FakeVllm, continued, fake_vllm, prompt, started
+from pipeline.protocols import FinishReason, PrefillResult, SamplingOptions
+from tests.engines.upstream.vllm_worlds import FakeVllm, fake_vllm, started
+from tests.engines.upstream.wire import Line, Received, as_event
+from tests.engines.upstream.worlds import continued, prompt, running, sends
 
 ROUTES = pytest.mark.parametrize("generates", [True, False], ids=["generate", "completions"])
 
@@ -52,8 +56,9 @@ async def _later(call: object) -> None:
     call()
 
 
-async def test_a_stop_while_no_read_waits_frees_the_server_and_ends_the_stream_as_cancelled() -> None:
-    async with fake_vllm() as server, adapted(server) as (adapter, engine):
+@ROUTES
+async def test_a_stop_while_no_read_waits_frees_the_server_and_ends_the_stream_as_cancelled(generates: bool) -> None:
+    async with fake_vllm(generates=generates) as server, adapted(server) as (adapter, engine):
         context = Context(prompt(4000))
         async with await adapter.generate(context) as stream:
             await anext(stream)
@@ -63,6 +68,20 @@ async def test_a_stop_while_no_read_waits_frees_the_server_and_ends_the_stream_a
             rest = [item.data async for item in stream]
             assert [data.finish_reason for data in rest if data is not None] == [FinishReason.CANCELLED]
         assert engine.in_flight == 0
+
+
+async def test_what_came_before_a_stop_is_not_delivered_after_it() -> None:
+    chunks = [{"choices": [{"index": index, "token_ids": [7], "finish_reason": None}]} for index in (0, 1, 0)]
+    together = sends(b"".join(map(as_event, chunks)))
+    async with fake_vllm(faults={0: together}) as server, started(server) as engine:
+        context = Context(prompt(50, sampling_options=SamplingOptions(n=2)))
+        async with await RequestAdapter(engine).generate(context) as stream:
+            first = await anext(stream)
+            context.stop()
+            rest = [item.data async for item in stream]
+    assert first.data is not None
+    assert first.data.token_ids == [7]
+    assert [(one.token_ids, one.finish_reason) for one in rest if one is not None] == [([], FinishReason.CANCELLED)]
 
 
 async def test_an_abort_names_the_request_as_the_server_does() -> None:
@@ -76,6 +95,23 @@ async def test_an_abort_names_the_request_as_the_server_does() -> None:
             context.stop()
             await anyio.sleep(0.1)
             assert (server.aborted, server.running) == ([name], {})
+
+
+async def test_an_abort_that_is_not_answered_is_given_up() -> None:
+    class Silent(FakeVllm):
+        async def answer(self, line: Line, received: Received) -> None:
+            if received.path == ABORT:
+                await anyio.sleep(1000.0)
+            await super().answer(line, received)
+
+    async with running(Silent, token_s=10.0) as server, adapted(server) as (adapter, engine):
+        context = Context(prompt(4000))
+        async with await adapter.generate(context) as stream:
+            await anext(stream)
+            context.stop()
+            await anyio.sleep(ABORT_S + 0.1)
+            assert len(server.requests(ABORT)) == 1
+            assert engine.in_flight == 1, "the request itself, whose reader stands"
 
 
 @ROUTES

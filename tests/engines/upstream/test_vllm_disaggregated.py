@@ -5,98 +5,46 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
-from attrs import define, evolve
 
-from engines import run_conformance
-from engines.upstream import KvConnector, MooncakePush, TransferFailed, VllmDecode, VllmPrefill, kv_connector
+from engines.upstream import MooncakePush, VllmDecode, VllmPrefill, kv_connector
 from operators.prefill import PrefillError
 from pipeline import Cancelled, Context, InvalidArgument, PenstockError, WorkerOverloaded
-from pipeline.errors import BackendUnknown, CannotConnect, Disconnected, InvalidMessage, blames_worker, may_migrate
-from pipeline.protocols import OutputOptions, PrefillResult, PreprocessedRequest, SamplingOptions, StopConditions
+from pipeline.errors import (
+    BackendUnknown,
+    CannotConnect,
+    Disconnected,
+    EngineShutdown,
+    InvalidMessage,
+)
+from pipeline.protocols import (
+    CompletionUsage,
+    OutputOptions,
+    PrefillResult,
+    PreprocessedRequest,
+    SamplingOptions,
+    StopConditions,
+)
 from tests.engines.upstream.handover_worlds import (
     Blocks,
     FakeBootstrap,
     FakeHalf,
-    Halves,
     answer_of,
+    bodies,
+    decode_of,
     halves,
     is_cancelled,
+    prefill_of,
+    vllm_world,
 )
-from tests.engines.upstream.worlds import URL, VOCABULARY, FakeServer, continued, outputs, prompt, tokens_of
+from tests.engines.upstream.worlds import all_running, continued, outputs, prompt, running, sends, started_on, tokens_of
 
-GENERATE = "/inference/v1/generate"
 PROMPT = [5, 6, 7]
-
-
-@define(eq=False)
-class World:
-    """A prefill server, a decode server, and the graph in front of them."""
-
-    prefill: FakeHalf
-    decode: FakeHalf
-    blocks: Blocks
-    halves: Halves
-
-    @property
-    def graph(self) -> Any:
-        return self.halves.graph
-
-    async def idle(self) -> None:
-        """Nothing is under way at the servers, and no blocks are held, long before a lease ends."""
-        await anyio.sleep(1.0)
-        assert (self.prefill.running, self.decode.running, self.blocks.count) == ({}, {}, 0)
-
-
-@asynccontextmanager
-async def servers(*fakes: FakeServer) -> AsyncIterator[None]:
-    """Run these servers; their clients leave no connection open."""
-    open_at_end: list[int] = []
-    async with anyio.create_task_group() as tasks:
-        for fake in fakes:
-            fake.tasks = tasks
-        yield
-        await anyio.sleep(1.0)
-        open_at_end += [fake.open for fake in fakes]
-        tasks.cancel_scope.cancel()
-    assert open_at_end == [0] * len(fakes)
-
-
-@asynccontextmanager
-async def world(
-    connector: KvConnector | None = None,
-    *,
-    prefill: dict[str, Any] | None = None,
-    decode: dict[str, Any] | None = None,
-    lease_s: float = 30.0,
-    migrations: int = 0,
-    kind: type[FakeHalf] = FakeHalf,
-    **settings: Any,
-) -> AsyncIterator[World]:
-    connector = connector or kv_connector("nixl", lease_s)
-    blocks = Blocks(lease_s)
-    first = kind(None, blocks=blocks, **(prefill or {}))
-    then = FakeHalf(None, blocks=blocks, **(decode or {}))
-    async with servers(first, then):
-        engines = (
-            VllmPrefill(URL, connector=connector, transport=first.transport),
-            VllmDecode("http://gpu-2:8000", connector=connector, transport=then.transport),
-        )
-        async with halves([engines[0]], [engines[1]], migrations=migrations, **settings) as graph:
-            yield World(first, then, blocks, graph)
-
-
-def bodies(server: FakeHalf, path: str = GENERATE) -> list[Any]:
-    """The bodies of requests for the tokens of a prompt, without those of discovery."""
-    return [
-        one.json
-        for one in server.requests(path)
-        if one.json.get("token_ids") != [0] and one.json.get("stream") is not None
-    ]
+OFFER = {"kv_transfer_params": {"do_remote_prefill": True}}
+FAILED = {"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}}
 
 
 # -- the way of a request
@@ -104,7 +52,7 @@ def bodies(server: FakeHalf, path: str = GENERATE) -> list[Any]:
 
 async def test_both_servers_together_answer_as_one_does() -> None:
     request = prompt(9, output_options=OutputOptions(logprobs=2))
-    async with world() as halved:
+    async with vllm_world() as halved:
         found = await answer_of(halved.graph, request)
         await halved.idle()
         (asked,), (answered,) = bodies(halved.prefill), bodies(halved.decode)
@@ -117,45 +65,26 @@ async def test_both_servers_together_answer_as_one_does() -> None:
     assert answered["stream"] is True
     assert answered["sampling_params"]["max_tokens"] == 9
     assert answered["kv_transfer_params"]["do_remote_prefill"] is True
-    assert answered["kv_transfer_params"]["remote_request_id"] in halved.blocks.fetched
-
-
-@pytest.mark.slow
-async def test_fifty_prompts_eight_at_a_time_have_the_tokens_of_one_server() -> None:
-    async with world() as halved:
-        limit, answers = anyio.CapacityLimiter(8), list[bool]()
-
-        async def one(number: int) -> None:
-            tokens = [number + 1, 17, number * 3 + 2]
-            request = PreprocessedRequest(tokens, stop_conditions=StopConditions(max_tokens=30, ignore_eos=True))
-            async with limit:
-                answers.append(tokens_of(await answer_of(halved.graph, request)) == continued(tokens, 30))
-
-        async with anyio.create_task_group() as tasks:
-            for number in range(50):
-                tasks.start_soon(one, number)
-        assert answers == [True] * 50
-        assert len(halved.blocks.fetched) == 50
-        await halved.idle()
+    assert answered["kv_transfer_params"]["remote_request_id"] in halved.prefill.blocks.fetched
 
 
 async def test_servers_without_the_route_for_tokens_hand_over_by_completions() -> None:
-    async with world(prefill={"generates": False}, decode={"generates": False}) as halved:
+    async with vllm_world(prefill={"generates": False}, decode={"generates": False}) as halved:
         assert tokens_of(await answer_of(halved.graph, prompt(5))) == continued(PROMPT, 5)
-        assert len(halved.blocks.fetched) == 1
+        assert len(halved.prefill.blocks.fetched) == 1
         await halved.idle()
 
 
 async def test_what_ends_an_answer_does_not_end_the_prefill() -> None:
     stop = StopConditions(max_tokens=5, min_tokens=2, stop=["x"], stop_token_ids=[9])
-    async with world() as halved:
+    async with vllm_world() as halved:
         await answer_of(halved.graph, PreprocessedRequest(PROMPT, stop_conditions=stop))
         (asked,) = bodies(halved.prefill)
     assert asked["sampling_params"] == {"max_tokens": 1, "ignore_eos": True, "temperature": 0.0, "detokenize": False}
 
 
 async def test_mooncake_has_the_same_transfer_on_both_sides() -> None:
-    async with world(MooncakePush(), kind=FakeBootstrap) as halved:
+    async with vllm_world(MooncakePush(), kind=FakeBootstrap) as halved:
         assert tokens_of(await answer_of(halved.graph, prompt(5))) == continued(PROMPT, 5)
         (asked,), (answered,) = bodies(halved.prefill), bodies(halved.decode)
         await halved.idle()
@@ -164,20 +93,26 @@ async def test_mooncake_has_the_same_transfer_on_both_sides() -> None:
     assert answered["kv_transfer_params"]["remote_engine_id"] == "e-0"
 
 
+async def test_mooncakes_bootstrap_server_is_at_the_host_of_prefill_also_by_ipv6() -> None:
+    async with running(FakeBootstrap) as server:
+        engine = VllmPrefill("http://[::1]:8000", connector=MooncakePush(), transport=server.transport)
+        await engine.start(1)
+        (found,) = await outputs(engine, prompt(1))
+        await engine.cleanup()
+        assert [one.headers["host"] for one in server.requests("/query")] == ["[::1]:8998"]
+    assert found.disaggregated_params["kv_transfer_params"]["remote_bootstrap_addr"] == "http://[::1]:8998"
+
+
 async def test_a_shared_cache_needs_no_parameters() -> None:
-    async with world(kv_connector("lmcache")) as halved:
+    async with vllm_world(kv_connector("lmcache")) as halved:
         assert tokens_of(await answer_of(halved.graph, prompt(5))) == continued(PROMPT, 5)
         assert [one.get("kv_transfer_params") for one in bodies(halved.prefill) + bodies(halved.decode)] == [None, None]
         await halved.idle()
 
 
 async def test_a_request_without_a_prefill_is_answered_by_decode_alone() -> None:
-    decode = FakeHalf(None)
-    async with servers(decode):
-        engine = VllmDecode(URL, transport=decode.transport)
-        await engine.start(1)
+    async with running(FakeHalf) as decode, started_on(VllmDecode, decode) as engine:
         assert tokens_of(await outputs(engine, prompt(5))) == continued(PROMPT, 5)
-        await engine.cleanup()
 
 
 # -- errors
@@ -191,7 +126,7 @@ async def test_a_request_without_a_prefill_is_answered_by_decode_alone() -> None
     ],
 )
 async def test_what_cannot_be_answered_is_refused_before_the_prompt_is_computed(request_: Any, field: str) -> None:
-    async with world() as halved:
+    async with vllm_world() as halved:
         with pytest.raises(PenstockError) as refused:
             await answer_of(halved.graph, request_)
         assert bodies(halved.prefill) == []
@@ -204,28 +139,17 @@ async def test_what_cannot_be_answered_is_refused_before_the_prompt_is_computed(
 
 
 async def test_a_prefill_server_without_a_connector_is_named_as_such() -> None:
-    async with world(prefill={"answers_params": False}) as halved:
+    async with vllm_world(prefill={"answers_params": False}) as halved:
         with pytest.raises(PrefillError, match="--kv-transfer-config"):
             await answer_of(halved.graph, prompt(5))
         assert bodies(halved.decode) == []
 
 
-async def test_a_prompt_that_prefill_refuses_is_wrong() -> None:
-    async with world() as halved:
-        with pytest.raises(PenstockError) as refused:
-            await answer_of(halved.graph, PreprocessedRequest([VOCABULARY]))
-    assert refused.value.facts.status == 400
-
-
 @pytest.mark.parametrize("params", [None, [], {}, {"kv_transfer_params": 3}])
 async def test_decode_refuses_what_is_no_offer(params: Any) -> None:
-    decode = FakeHalf(None)
-    async with servers(decode):
-        engine = VllmDecode(URL, transport=decode.transport)
-        await engine.start(1)
+    async with running(FakeHalf) as decode, started_on(VllmDecode, decode) as engine:
         with pytest.raises(InvalidArgument) as refused:
             await outputs(engine, prompt(5, prefill_result=PrefillResult(params)))
-        await engine.cleanup()
     assert refused.value.field == "prefill_result.disaggregated_params"
 
 
@@ -235,35 +159,76 @@ async def test_decode_refuses_what_is_no_offer(params: Any) -> None:
         (b"{garbled", InvalidMessage),
         (b"[]", InvalidMessage),
         ({"choices": []}, InvalidMessage),
-        ({"choices": [{"token_ids": [1], "finish_reason": "abort"}]}, PenstockError),
-        ({"choices": [{"token_ids": None, "finish_reason": "length"}]}, PenstockError),
+        ({"choices": [{"token_ids": [1], "finish_reason": "abort"}], **OFFER}, EngineShutdown),
+        ({"choices": [{"token_ids": None, "finish_reason": "length"}], **OFFER}, InvalidMessage),
+        ({"choices": [{"token_ids": [1], "finish_reason": "error"}], **OFFER}, BackendUnknown),
+        ({"choices": [{"token_ids": ["7"], "finish_reason": "length"}], **OFFER}, InvalidMessage),
         ({"choices": [{"token_ids": [1], "finish_reason": "length"}], "kv_transfer_params": None}, InvalidMessage),
     ],
 )
 async def test_a_bad_answer_of_prefill_is_a_typed_error(answer: Any, error: type[PenstockError]) -> None:
-    class Bad(FakeHalf):
+    async with answering(answer) as engine:
+        with pytest.raises(error):
+            await outputs(engine, prompt(1))
+
+
+@pytest.mark.parametrize("status", [429, 503, 529])
+async def test_a_prefill_server_that_is_too_busy_is_overloaded(status: int) -> None:
+    async with running(FakeHalf) as server, started_on(VllmPrefill, server) as engine:
+        server.status = status
+        with pytest.raises(WorkerOverloaded):
+            await outputs(engine, prompt(1))
+
+
+async def test_a_prefills_answer_that_is_cut_at_its_last_byte_is_none() -> None:
+    """Its JSON is complete, the body is not."""
+
+    class Cut(FakeHalf):
+        async def _whole(self, line: Any, asked: Any, aborted: Any) -> None:
+            if asked.prompt == [0]:
+                await super()._whole(line, asked, aborted)
+                return
+            await line.begin(200, "application/json")
+            await line.put(json.dumps({"choices": [{"token_ids": [1], "finish_reason": "length"}], **OFFER}).encode())
+            await line.wire.aclose()
+
+    async with running(Cut) as server, started_on(VllmPrefill, server) as engine:
+        with pytest.raises(Disconnected):
+            await outputs(engine, prompt(1))
+
+
+@pytest.mark.parametrize(
+    "usage", [5, [], {"prompt_tokens_details": 5}, {"prompt_tokens_details": {"cached_tokens": "5"}}]
+)
+async def test_counts_that_are_none_do_not_fail_a_prefill(usage: Any) -> None:
+    choice = {"token_ids": [1], "finish_reason": "length"}
+    async with answering({"choices": [choice], "usage": usage, **OFFER}) as engine:
+        (found,) = await outputs(engine, prompt(1))
+    assert found.completion_usage == CompletionUsage.of(3, 1)
+
+
+@asynccontextmanager
+async def answering(answer: Any) -> AsyncIterator[VllmPrefill]:
+    """A prefill server that answers every prompt but that of discovery with this."""
+
+    class Fixed(FakeHalf):
         async def _whole(self, line: Any, asked: Any, aborted: Any) -> None:
             if asked.prompt == [0]:
                 await super()._whole(line, asked, aborted)
             else:
                 await line.whole(200, answer)
 
-    server = Bad(None)
-    async with servers(server):
-        engine = VllmPrefill(URL, transport=server.transport)
-        await engine.start(1)
-        with pytest.raises(error):
-            await outputs(engine, prompt(1))
-        await engine.cleanup()
+    async with running(Fixed) as server, started_on(VllmPrefill, server) as engine:
+        yield engine
 
 
 async def test_a_prefill_server_that_dies_is_replaced_by_another() -> None:
     blocks = Blocks()
-    first, second, decode = (FakeHalf(None, blocks=blocks, prefill_s=1.0) for _ in range(3))
+    first, second, decode = (FakeHalf(blocks=blocks, prefill_s=1.0) for _ in range(3))
     connector = kv_connector("nixl")
-    async with servers(first, second, decode):
-        prefill = [VllmPrefill(URL, connector=connector, transport=one.transport) for one in (first, second)]
-        then = VllmDecode("http://gpu-3:8000", connector=connector, transport=decode.transport)
+    async with all_running(first, second, decode):
+        prefill = [prefill_of(one, number, connector) for number, one in enumerate((first, second), 1)]
+        then = decode_of(decode, 3, connector)
         with pytest.raises(ExceptionGroup) as ended:
             await _killed_in_mid_prefill(first, second, prefill, then)
     assert ended.group_contains((CannotConnect, Disconnected))  # the watch of the dead server ends its engine
@@ -285,32 +250,20 @@ async def _killed_in_mid_prefill(
 
 
 async def test_blocks_that_do_not_come_are_an_error_after_which_another_decode_may_go_on() -> None:
-    error = {"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}}
-
-    async def failed(line: Any) -> None:
-        await line.event(error)
-
     blocks, connector = Blocks(), kv_connector("nixl")
-    prefill, broken, good = (FakeHalf(None, blocks=blocks) for _ in range(3))
-    async with servers(prefill, broken, good):
-        first = VllmPrefill(URL, connector=connector, transport=prefill.transport)
-        then = [
-            VllmDecode(f"http://gpu-{number}:8000", connector=connector, transport=one.transport)
-            for number, one in enumerate((broken, good), 2)
-        ]
-        async with halves([first], [*then], migrations=3) as graph:
-            broken.faults = {0: failed}
+    prefill, broken, good = (FakeHalf(blocks=blocks) for _ in range(3))
+    async with all_running(prefill, broken, good):
+        then = [decode_of(one, number, connector) for number, one in enumerate((broken, good), 2)]
+        async with halves([prefill_of(prefill, 1, connector)], [*then], migrations=3) as graph:
+            broken.faults = {0: sends(FAILED)}
             for _ in range(2):
                 assert tokens_of(await answer_of(graph.graph, prompt(5))) == continued(PROMPT, 5)
         assert len(bodies(broken)) == len(bodies(prefill)) - 2 > 0
 
 
 async def test_a_failure_behind_the_first_token_is_no_failed_transfer() -> None:
-    async def failed(line: Any) -> None:
-        await line.event({"error": {"message": "Internal server error", "code": 500}})
-
-    async with world() as halved:
-        halved.decode.faults = {2: failed}
+    async with vllm_world() as halved:
+        halved.decode.faults = {2: sends(FAILED)}
         with pytest.raises(BackendUnknown):
             await answer_of(halved.graph, prompt(5))
 
@@ -320,7 +273,7 @@ async def test_a_failure_behind_the_first_token_is_no_failed_transfer() -> None:
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
 async def test_a_prefill_that_is_given_up_is_aborted_and_no_decode_is_sent(how: str) -> None:
-    async with world(prefill={"prefill_s": 10.0}) as halved:
+    async with vllm_world(prefill={"prefill_s": 10.0}) as halved:
         context = Context(prompt(5))
         async with anyio.create_task_group() as tasks:
 
@@ -334,7 +287,47 @@ async def test_a_prefill_that_is_given_up_is_aborted_and_no_decode_is_sent(how: 
             getattr(context, how)()
             await anyio.sleep(0.2)
             assert halved.prefill.running == {}
-        assert (halved.blocks.count, bodies(halved.decode)) == (0, [])
+        assert (halved.prefill.blocks.count, bodies(halved.decode)) == (0, [])
+
+
+async def test_blocks_of_a_request_that_is_stopped_while_prefills_answer_comes_are_fetched_all_the_same() -> None:
+    async with vllm_world(prefill={"prefill_s": 1.0, "answer_s": 0.3}) as halved:
+        context = Context(prompt(5))
+        async with anyio.create_task_group() as tasks:
+
+            async def ask() -> None:
+                with pytest.raises(Cancelled):
+                    await answer_of(halved.graph, context)
+
+            tasks.start_soon(ask)
+            await anyio.sleep(1.15)  # the prompt is computed, its answer is on its way
+            assert halved.prefill.blocks.count == 1
+            context.stop()
+            await anyio.sleep(0.8)  # far below the lease
+            assert (halved.prefill.blocks.count, len(halved.prefill.blocks.fetched)) == (0, 1)
+        assert [one["sampling_params"]["max_tokens"] for one in bodies(halved.decode)] == [1]
+        await halved.idle()
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+async def test_a_prefill_that_is_stopped_ends_soon_if_its_server_sends_nothing(how: str) -> None:
+    """Its blocks may wait for their lease then."""
+    async with vllm_world(prefill={"prefill_s": 1.0, "answer_s": 30.0}) as halved:
+        context, stopped_and_ended_s = Context(prompt(5)), list[float]()
+        async with anyio.create_task_group() as tasks:
+
+            async def ask() -> None:
+                with pytest.raises(PenstockError):
+                    await answer_of(halved.graph, context)
+                stopped_and_ended_s.append(anyio.current_time())
+
+            tasks.start_soon(ask)
+            await anyio.sleep(2)
+            stopped_and_ended_s.append(anyio.current_time())
+            getattr(context, how)()
+        stopped_s, ended_s = stopped_and_ended_s
+        assert ended_s - stopped_s <= 1.1
+        assert bodies(halved.decode) == []
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
@@ -342,7 +335,7 @@ async def test_a_prefill_that_is_given_up_is_aborted_and_no_decode_is_sent(how: 
 async def test_blocks_of_a_request_that_is_over_before_decode_has_it_are_fetched_all_the_same(
     how: str, accept_s: float
 ) -> None:
-    async with world(decode={"accept_s": accept_s, "queue_s": 2.0}) as halved:
+    async with vllm_world(decode={"accept_s": accept_s, "queue_s": 2.0}) as halved:
         context, found = Context(prompt(50)), list[Any]()
         async with anyio.create_task_group() as tasks:
 
@@ -351,148 +344,19 @@ async def test_blocks_of_a_request_that_is_over_before_decode_has_it_are_fetched
 
             tasks.start_soon(ask)
             await anyio.sleep(1.0)  # prefill is over, decode is asked
-            assert halved.blocks.count == 1
+            assert halved.prefill.blocks.count == 1
             getattr(context, how)()
             await anyio.sleep(4.5)  # far below the lease
-            assert halved.blocks.count == 0
+            assert halved.prefill.blocks.count == 0
         assert is_cancelled(found) if how == "stop" else found == []
         await halved.idle()
 
 
 async def test_a_client_that_left_during_the_transfer_does_not_strand_the_blocks() -> None:
-    async with world(decode={"accept_s": 1.0}) as halved:
+    async with vllm_world(decode={"accept_s": 1.0}) as halved:
         with anyio.move_on_after(0.5):
             await answer_of(halved.graph, prompt(50))
         await anyio.sleep(5.0)
-        assert len(halved.blocks.fetched) == 1
+        assert len(halved.prefill.blocks.fetched) == 1
+        assert [one["sampling_params"]["max_tokens"] for one in bodies(halved.decode)][-1] == 1
         await halved.idle()
-
-
-async def test_a_dropped_stream_of_decode_frees_its_slot() -> None:
-    async with world() as halved:
-        async with await halved.graph.generate(Context(prompt(500))) as stream:
-            await anext(stream)
-        await halved.idle()
-
-
-# -- leases
-
-
-async def test_decode_that_queues_longer_than_the_lease_is_right_where_its_server_renews_it() -> None:
-    async with world(lease_s=6.0, decode={"queue_s": 60.0}) as halved:
-        assert tokens_of(await answer_of(halved.graph, prompt(5))) == continued(PROMPT, 5)
-        await halved.idle()
-
-
-async def test_a_decode_server_that_takes_no_request_before_the_lease_ends_is_overloaded() -> None:
-    async with world(lease_s=6.0, decode={"accept_s": 60.0}) as halved:
-        with pytest.raises(WorkerOverloaded):
-            await answer_of(halved.graph, prompt(5))
-        await halved.idle()
-
-
-async def test_a_lease_that_ends_before_the_first_token_is_an_error_and_no_wrong_answer() -> None:
-    connector = MooncakePush(6.0)
-    async with world(connector, kind=FakeBootstrap, lease_s=6.0, decode={"queue_s": 60.0, "renews": False}) as halved:
-        with pytest.raises(WorkerOverloaded):
-            await answer_of(halved.graph, prompt(5))
-        await halved.idle()
-        assert len(connector.leases) == 0
-
-
-async def test_a_request_whose_lease_has_ended_starts_again_with_its_prefill_and_another_decode() -> None:
-    blocks, connector = Blocks(6.0), kv_connector("nixl", 6.0)
-    prefill, slow, fast = (FakeHalf(None, blocks=blocks, accept_s=accept_s) for accept_s in (0.0, 60.0, 0.0))
-    async with servers(prefill, slow, fast):
-        first = VllmPrefill(URL, connector=connector, transport=prefill.transport)
-        then = [
-            VllmDecode(f"http://gpu-{number}:8000", connector=connector, transport=one.transport)
-            for number, one in enumerate((slow, fast), 2)
-        ]
-        async with halves([first], [*then], migrations=3) as graph:
-            for _ in range(2):
-                assert tokens_of(await answer_of(graph.graph, prompt(5))) == continued(PROMPT, 5)
-        await anyio.sleep(1.5)
-        assert len(bodies(prefill)) == 3
-        assert blocks.count == 0
-
-
-async def test_an_offer_is_forgotten_by_the_end_of_its_answer() -> None:
-    connector = kv_connector("nixl")
-    async with world(connector) as halved:
-        await answer_of(halved.graph, prompt(5))
-        assert len(connector.leases) == 0
-
-
-# -- what real servers have answered
-
-
-RECORD = json.loads((Path(__file__).with_name("recorded") / "vllm_nixl.json").read_text(encoding="utf-8"))
-
-
-class Recorded(FakeHalf):
-    """Answers prompts as vLLM 0.32 has answered."""
-
-    name = ""
-
-    async def _tokens(self, line: Any, asked: Any) -> None:
-        if asked.prompt == [0]:
-            await super()._tokens(line, asked)
-            return
-        (answer,) = (one["answer"] for one in RECORD["exchanges"] if one["name"] == self.name)
-        if "json" in answer:
-            await line.whole(answer["status"], answer["json"])
-            return
-        await line.begin()
-        for event in answer["events"]:
-            await line.event(event)
-        await line.end()
-
-
-async def test_recorded_servers_hand_over_with_every_key_that_prefill_has_sent() -> None:
-    prefill, decode = Recorded(None), Recorded(None)
-    prefill.name, decode.name = "prefill", "decode"
-    async with servers(prefill, decode):
-        connector = kv_connector("nixl")
-        first = VllmPrefill(URL, connector=connector, transport=prefill.transport)
-        then = VllmDecode("http://gpu-2:8000", connector=connector, transport=decode.transport)
-        async with halves([first], [then]) as graph:
-            found = await answer_of(graph.graph, recorded_prompt(5))
-    exchanges = {one["name"]: one for one in RECORD["exchanges"]}
-    sent = bodies(decode)[0]["kv_transfer_params"]
-    assert sent == exchanges["prefill"]["answer"]["json"]["kv_transfer_params"]
-    assert len(tokens_of(found)) == 5
-    assert found[-1].completion_usage is not None
-    assert found[-1].completion_usage.prompt_tokens == 300
-
-
-async def test_a_recorded_decode_without_its_prefill_server_is_a_failed_transfer() -> None:
-    decode = Recorded(None)
-    decode.name = "decode without its prefill server"
-    async with servers(decode):
-        engine = VllmDecode(URL, transport=decode.transport)
-        await engine.start(1)
-        params = {"kv_transfer_params": RECORD["exchanges"][0]["answer"]["json"]["kv_transfer_params"]}
-        with pytest.raises(TransferFailed) as failed:
-            await outputs(engine, evolve(recorded_prompt(5), prefill_result=PrefillResult(params)))
-        await engine.cleanup()
-    assert may_migrate(failed.value)
-    assert not blames_worker(failed.value)
-
-
-def recorded_prompt(tokens: int) -> PreprocessedRequest:
-    stop = StopConditions(max_tokens=tokens, ignore_eos=True)
-    return PreprocessedRequest([*range(300, 600)], model="tiny", stop_conditions=stop)
-
-
-# -- the contract
-
-
-async def test_a_decode_worker_holds_the_engine_contract() -> None:
-    decode = FakeHalf(None, token_s=0.001, keeps_alive=False)
-    async with servers(decode):
-        await run_conformance(
-            lambda: VllmDecode(URL, transport=decode.transport),
-            request=prompt(24),
-            bad_request=PreprocessedRequest([VOCABULARY]),
-        )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
 import pytest
 
 from pipeline.errors import (
+    BackendCannotConnect,
+    BackendResponseTimeout,
     BackendUnknown,
     CannotConnect,
     Disconnected,
     EngineShutdown,
+    InvalidArgument,
     InvalidMessage,
     PenstockError,
     ResponseTimeout,
@@ -21,24 +23,13 @@ from pipeline.errors import (
     WorkerOverloaded,
 )
 from pipeline.protocols import PreprocessedRequest, RoutingHints
-from tests.engines.upstream.wire import Line
-from tests.engines.upstream.worlds import as_event, continued, fake_vllm, outputs, prompt, started, tokens_of
-
-Fault = Callable[[Line], Awaitable[Any]]
-
-
-def sends(value: Any) -> Fault:
-    """In place of an event comes this one, or these bytes."""
-    return lambda line: line.put(value if isinstance(value, bytes) else as_event(value))
+from tests.engines.upstream.vllm_worlds import fake_vllm, started
+from tests.engines.upstream.wire import Line, as_event
+from tests.engines.upstream.worlds import Fault, continued, cut, outputs, prompt, sends, tokens_of
 
 
 def error(code: int, message: str = "it broke") -> dict[str, Any]:
     return {"error": {"message": message, "type": "InternalServerError", "param": None, "code": code}}
-
-
-async def cut(line: Line) -> None:
-    """The connection is closed."""
-    await line.wire.aclose()
 
 
 async def end_body(line: Line) -> None:
@@ -124,12 +115,18 @@ async def test_events_may_be_cut_anywhere_and_come_together() -> None:
 
 
 STATUSES: list[tuple[int, type[PenstockError]]] = [
+    (400, InvalidArgument),
+    (422, InvalidArgument),
     (429, WorkerOverloaded),
     (503, WorkerOverloaded),
     (529, WorkerOverloaded),
     (401, StatusError),
     (307, StatusError),
+    (404, StatusError),
     (500, BackendUnknown),
+    (502, BackendCannotConnect),
+    (504, BackendResponseTimeout),
+    (599, BackendUnknown),
 ]
 
 
@@ -139,8 +136,9 @@ async def test_a_status_is_its_error(status: int, kind: type[PenstockError]) -> 
         server.status = None
         async with started(server) as engine:
             server.status = status
-            with pytest.raises(kind):
+            with pytest.raises(kind) as raised:
                 await outputs(engine)
+            assert type(raised.value) is kind
 
 
 async def test_an_unknown_adapter_is_a_status_for_the_client() -> None:

@@ -19,7 +19,9 @@ from pipeline.protocols import (
     SamplingOptions,
     StopConditions,
 )
-from tests.engines.upstream.worlds import FakeVllm, continued, fake_vllm, outputs, prompt, started, tokens_of
+from pipeline.protocols.request import AgentContext
+from tests.engines.upstream.vllm_worlds import FakeVllm, fake_vllm, started
+from tests.engines.upstream.worlds import continued, outputs, prompt, tokens_of
 
 ROUTES = pytest.mark.parametrize("generates", [True, False], ids=["generate", "completions"])
 
@@ -50,6 +52,7 @@ async def test_sampling_and_limits_are_sent(generates: bool) -> None:
     wanted |= {"max_tokens": 4, "min_tokens": 2, "stop_token_ids": [2, 9], "thinking_token_budget": 100}
     assert wanted.items() <= params.items()
     assert headers["x-request-id"] == body["request_id"]
+    assert (body["stream"], body["stream_options"]) == (True, {"include_usage": True})
 
 
 @ROUTES
@@ -95,6 +98,24 @@ async def test_log_probabilities_come_back_with_their_candidates(generates: bool
 
 
 @ROUTES
+async def test_values_without_candidates_are_requested_too(generates: bool) -> None:
+    async with fake_vllm(generates=generates) as server, started(server) as engine:
+        found = await outputs(engine, prompt(2, output_options=OutputOptions(logprobs=0)))
+        body, params, _ = sent(server)
+    assert params["logprobs"] == 0
+    assert [len(output.log_probs or ()) for output in found] == [1, 1, 0]
+    assert body.get("return_tokens_as_token_ids") is (None if generates else True)
+
+
+@ROUTES
+async def test_no_stop_id_is_sent_to_go_on_behind(generates: bool) -> None:
+    stop = StopConditions(max_tokens=3, ignore_eos=True, stop_token_ids_hidden=[2])
+    async with fake_vllm(generates=generates) as server, started(server) as engine:
+        await outputs(engine, PreprocessedRequest([5], stop_conditions=stop))
+        assert "stop_token_ids" not in sent(server)[1]
+
+
+@ROUTES
 async def test_choices_are_told_apart_by_their_index(generates: bool) -> None:
     async with fake_vllm(generates=generates) as server, started(server) as engine:
         found = await outputs(engine, prompt(3, sampling_options=SamplingOptions(n=2)))
@@ -118,6 +139,17 @@ async def test_adapter_salt_rank_and_session_are_sent(generates: bool) -> None:
 
 
 @ROUTES
+async def test_the_first_rank_and_the_session_of_an_agent_are_sent(generates: bool) -> None:
+    request = prompt(routing=RoutingHints(dp_rank=0), agent_context=AgentContext(session_id="agent-1"))
+    async with fake_vllm(generates=generates, ranks=2) as server, started(server) as engine:
+        await outputs(engine, request, metadata={"x-dynamo-session-id": "s1"})
+        headers = sent(server)[2]
+        assert (headers["x-data-parallel-rank"], headers["x-session-id"]) == ("0", "agent-1")
+        await outputs(engine, prompt())
+        assert not {"x-data-parallel-rank", "x-session-id"} & sent(server)[2].keys()
+
+
+@ROUTES
 @pytest.mark.parametrize("prioritizes", [True, False])
 async def test_a_priority_is_sent_to_a_server_that_schedules_by_it(generates: bool, prioritizes: bool) -> None:
     async with fake_vllm(generates=generates, prioritizes=prioritizes) as server, started(server) as engine:
@@ -132,6 +164,17 @@ async def test_the_parameters_of_a_transfer_go_to_the_server_as_they_came(genera
     async with fake_vllm(generates=generates) as server, started(server) as engine:
         await outputs(engine, request)
         assert sent(server)[0]["kv_transfer_params"] == params
+
+
+async def test_what_a_router_adds_to_a_transfer_does_not_replace_what_prefill_has_sent() -> None:
+    params = {"do_remote_prefill": True, "remote_port": 5600}
+    hint = {"remote_port": 1, "hint": "x"}
+    request = prompt(
+        prefill_result=PrefillResult({"kv_transfer_params": params}), extra_args={"kv_transfer_params": hint}
+    )
+    async with fake_vllm() as server, started(server) as engine:
+        await outputs(engine, request)
+        assert sent(server)[0]["kv_transfer_params"] == {"hint": "x", **params}
 
 
 REFUSED: list[tuple[PreprocessedRequest, str]] = [

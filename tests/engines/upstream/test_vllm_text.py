@@ -8,49 +8,23 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
-from attrs import define, field
 
-from engines.conformance import run_conformance
 from engines.upstream import VllmText
 from pipeline import InvalidArgument, PenstockError
 from pipeline.errors import InvalidMessage, StatusError
-from pipeline.protocols import OutputOptions, PreprocessedRequest
-from tests.engines.upstream.wire import Line, Received
-from tests.engines.upstream.worlds import URL, VOCABULARY, FakeVllm, continued, outputs, prompt, tokens_of
+from pipeline.protocols import OutputOptions, RoutingHints
+from tests.engines.upstream.vllm_worlds import Tokenizing
+from tests.engines.upstream.wire import Line
+from tests.engines.upstream.worlds import continued, outputs, prompt, running, started_on, tokens_of
 
 RECORDED = Path(__file__).parent / "recorded" / "vllm.json"
-TOKENS = {"count": 2, "max_model_len": 4096, "tokens": [7, 8], "token_strs": None}
-
-
-@define(eq=False)
-class Tokenizing(FakeVllm):
-    """A vLLM whose tokenizer gives this for every prompt."""
-
-    tokenize_status: int = 200
-    tokenized: Any = field(factory=lambda: TOKENS)
-
-    async def answer(self, line: Line, received: Received) -> None:
-        if received.path == "/tokenize":
-            await line.whole(self.tokenize_status, self.tokenized)
-        else:
-            await super().answer(line, received)
 
 
 @asynccontextmanager
 async def started(**fields: Any) -> AsyncIterator[tuple[Tokenizing, VllmText]]:
-    async with anyio.create_task_group() as tasks:
-        server = Tokenizing(tasks, **fields)
-        engine = VllmText(URL, transport=server.transport)
-        try:
-            await engine.start(1)
-            yield server, engine
-        finally:
-            await engine.cleanup()
-        await anyio.sleep(1)
-        assert (server.open, server.running) == (0, {})
-        tasks.cancel_scope.cancel()
+    async with running(Tokenizing, **fields) as server, started_on(VllmText, server) as engine:
+        yield server, engine
 
 
 @pytest.mark.parametrize("generates", [True, False])
@@ -60,6 +34,12 @@ async def test_an_answer_has_the_ids_and_the_texts_of_the_server(generates: bool
         assert tokens_of(found) == continued([5, 6, 7], 5)
         assert "".join(one.text or "" for one in found) == "".join(f"<{token}>" for token in tokens_of(found))
         assert not [one for one in server.requests("/inference/v1/generate") if one.json.get("stream")]
+
+
+async def test_a_priority_is_left_out_where_the_server_has_none() -> None:
+    async with started() as (server, engine):
+        assert len(tokens_of(await outputs(engine, prompt(2, routing=RoutingHints(priority=3))))) == 2
+        assert "priority" not in server.requests("/v1/completions")[-1].json
 
 
 async def test_log_probabilities_come_with_the_texts() -> None:
@@ -104,14 +84,3 @@ async def test_a_text_that_is_none_is_an_error() -> None:
     async with started(faults={1: garbled}) as (_, engine):
         with pytest.raises(InvalidMessage):
             await outputs(engine, prompt(5))
-
-
-async def test_it_holds_the_contract_of_an_engine() -> None:
-    async with anyio.create_task_group() as tasks:
-        server = Tokenizing(tasks, token_s=0.001, keeps_alive=False)
-        await run_conformance(
-            lambda: VllmText(URL, transport=server.transport),
-            request=prompt(24),
-            bad_request=PreprocessedRequest([VOCABULARY]),
-        )
-        tasks.cancel_scope.cancel()

@@ -89,9 +89,7 @@ class Network(httpcore2.AsyncNetworkBackend):
 
 def plugged(dial: Callable[[], Awaitable[Plugged]]) -> httpx2.AsyncBaseTransport:
     """The transport of the product, whole, over such connections instead of those of a system."""
-    transport = network()
-    transport._pool._network_backend = Network(dial)  # httpx2 has no public option for it
-    return transport
+    return network(Network(dial))
 
 
 @define
@@ -108,6 +106,11 @@ class Received:
         return json.loads(self.body)
 
 
+def as_event(value: Any) -> bytes:
+    """A server-sent event."""
+    return f"data: {value if isinstance(value, str) else json.dumps(value)}\n\n".encode()
+
+
 Script = Callable[["Line", Received], Awaitable[object]]
 
 
@@ -120,6 +123,9 @@ class Line:
     keeps_alive: bool = True
     """Whether there may be another request after an answer."""
     saw_end: anyio.Event = field(factory=anyio.Event)
+    parts_per_write: int = 1
+    """How many parts of a body leave at once, as those of a server do that is faster than its reader."""
+    _unsent: list[bytes] = field(factory=list)
 
     @property
     def is_closed(self) -> bool:
@@ -150,13 +156,21 @@ class Line:
 
     async def put(self, data: bytes) -> None:
         if data:  # an empty one would be the end
-            await self.wire.send(b"%x\r\n%s\r\n" % (len(data), data))
+            self._unsent.append(b"%x\r\n%s\r\n" % (len(data), data))
+        if len(self._unsent) >= self.parts_per_write:
+            await self._flush()
 
     async def event(self, value: Any) -> None:
-        await self.put(f"data: {value if isinstance(value, str) else json.dumps(value)}\n\n".encode())
+        await self.put(as_event(value))
 
     async def end(self) -> None:
-        await self.wire.send(b"0\r\n\r\n")
+        self._unsent.append(b"0\r\n\r\n")
+        await self._flush()
+
+    async def _flush(self) -> None:
+        data, self._unsent = b"".join(self._unsent), []
+        if data:
+            await self.wire.send(data)
 
     async def whole(self, status: int, body: Any) -> None:
         """An answer that is no stream."""
