@@ -3,6 +3,7 @@
 from pipeline.protocols.limits import BusyThresholds
 
 from .kv import KvPushRouter, KvRouter, KvRouterConfig, kv_router
+from .lora import LoraAdapter
 from .migration import Migration
 from .pool import (
     AllBusy,
@@ -33,6 +34,7 @@ __all__ = [
     "KvPushRouter",
     "KvRouter",
     "KvRouterConfig",
+    "LoraAdapter",
     "Migration",
     "Model",
     "ModelNotFound",

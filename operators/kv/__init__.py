@@ -11,7 +11,7 @@ from .errors import BookingError, QueueRejected
 from .events import EngineSubscriber, EventLog, KvRecovery, WireLimits, recovery_workers
 from .gauges import RouterGauges
 from .index import KvIndex, KvIndexError, PredictedIndex
-from .load import ACTIVE_REQUEST_EXPIRY, ActiveSequences, ReplicaSync
+from .load import ACTIVE_REQUEST_EXPIRY, ActiveSequences, ReplicaSync, shared_bookings
 from .lookup import kv_events
 from .metrics import RouterMetrics
 from .operator import KvPushRouter
@@ -59,4 +59,5 @@ __all__ = [
     "kv_router_variables",
     "recovery_workers",
     "share_hashes",
+    "shared_bookings",
 ]

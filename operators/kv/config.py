@@ -7,7 +7,7 @@ once, unknown keys are refused, what is not offered here (keyed tracking hashes,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 from attrs import asdict, fields, frozen
@@ -235,11 +235,6 @@ def raise_problems(problems: list[Problem]) -> None:
         raise InvalidArgument(text, field=problems[0][0])
 
 
-def holding(checks: Iterable[tuple[bool, str, str]]) -> list[Problem]:
-    """The settings and messages of these checks, of those that are true: what is wrong."""
-    return [(name, message) for is_wrong, name, message in checks if is_wrong]
-
-
 def _problems(values: Mapping[str, Any]) -> list[Problem]:
     """Everything that is wrong with these settings: kinds first, then ranges, then what does not go together."""
     wrong = kind_problems(KvRouterConfig, values)
@@ -248,54 +243,29 @@ def _problems(values: Mapping[str, Any]) -> list[Problem]:
     return [*wrong, *range_problems(KvRouterConfig, right), *_combination_problems(right.get)]
 
 
-def _combination_problems(get: Callable[[str], Any]) -> list[Problem]:
-    """Settings that contradict each other, or are not offered; `get` has None for a value that was refused before."""
+def _combination_problems(get: Callable[[str], Any]) -> Iterator[Problem]:
+    """Yield settings that contradict each other, or are not offered; `get` has None for a value that was refused."""
+    if get("router_track_output_blocks") is True and get("router_track_active_blocks") is False:
+        yield "router_track_output_blocks", "needs router_track_active_blocks"
+    if get("router_prefill_load_model") == "aic" and get("router_track_prefill_tokens") is False:
+        yield "router_prefill_load_model", "needs router_track_prefill_tokens"
+    if get("serve_indexer") is True and get("use_remote_indexer") is True:
+        yield "serve_indexer", "excludes use_remote_indexer"
+    if get("serve_indexer") is True and get("overlap_score_credit") == 0:
+        yield "serve_indexer", "needs overlap_score_credit above 0: there is no index without it"
+    if get("router_predicted_ttl_secs") is not None and get("use_kv_events") is False:
+        yield "router_predicted_ttl_secs", "needs use_kv_events"
     by_load = get("conditional_disagg_policy") in ("prefill_load", "isl_or_load")
     thresholds = (get("conditional_disagg_prefill_busy_threshold"), get("router_queue_threshold"))
-    tracks = {name: get(f"router_track_{name}") for name in ("active_blocks", "output_blocks", "prefill_tokens")}
-    serves = get("serve_indexer") is True
-    keys = [get(f"router_tracking_hash_key_{part}") for part in ("file", "id")]
-    return holding(
-        [
-            (
-                tracks["output_blocks"] is True and tracks["active_blocks"] is False,
-                "router_track_output_blocks",
-                "needs router_track_active_blocks",
-            ),
-            (
-                get("router_prefill_load_model") == "aic" and tracks["prefill_tokens"] is False,
-                "router_prefill_load_model",
-                "needs router_track_prefill_tokens",
-            ),
-            (serves and get("use_remote_indexer") is True, "serve_indexer", "excludes use_remote_indexer"),
-            (
-                serves and get("overlap_score_credit") == 0,
-                "serve_indexer",
-                "needs overlap_score_credit above 0: there is no index without it",
-            ),
-            (
-                get("router_predicted_ttl_secs") is not None and get("use_kv_events") is False,
-                "router_predicted_ttl_secs",
-                "needs use_kv_events",
-            ),
-            (
-                get("conditional_disagg_enabled") is True and by_load and thresholds == (None, None),
-                "conditional_disagg_policy",
-                "needs conditional_disagg_prefill_busy_threshold or router_queue_threshold",
-            ),
-            (
-                get("router_tracking_hash") == "keyed-xxh3-v1",
-                "router_tracking_hash",
-                "keyed hashes are not offered",
-            ),
-            (
-                keys != [None, None],
-                "router_tracking_hash",
-                "a key is for keyed hashes, which are not offered",
-            ),
-            (get("durable_kv_events") is True, "durable_kv_events", "durable events are not offered"),
-        ]
-    )
+    if get("conditional_disagg_enabled") is True and by_load and thresholds == (None, None):
+        needed = "conditional_disagg_prefill_busy_threshold or router_queue_threshold"
+        yield "conditional_disagg_policy", f"needs {needed}"
+    if get("router_tracking_hash") == "keyed-xxh3-v1":
+        yield "router_tracking_hash", "keyed hashes are not offered"
+    if any(get(f"router_tracking_hash_key_{part}") is not None for part in ("file", "id")):
+        yield "router_tracking_hash", "a key is for keyed hashes, which are not offered"
+    if get("durable_kv_events") is True:
+        yield "durable_kv_events", "durable events are not offered"
 
 
 # -- the environment. Source: KvRouterConfig::from_env there; `DYN_ROUTER_PLACEMENT` is ours.

@@ -14,11 +14,14 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
-from pipeline.network import EndpointId, Event, EventPlane, Scope
+import anyio
+from anyio.abc import TaskStatus
+
+from pipeline.network import EndpointId, Event, EventPlane, Missed, Scope
 from pipeline.protocols.kv import KV_EVENTS_TOPIC, RecoveryReply, RouterEvent
-from pipeline.rx import Disposable, DisposableBase, Observable
+from pipeline.rx import CompositeDisposable, Disposable, DisposableBase, Observable, ObserverBase
 
 from .config import KvRouterConfig
 from .events import Counted, EventFeed, Recover
@@ -28,6 +31,8 @@ from .types import WorkerRank
 
 _log = logging.getLogger(__name__)
 
+KvEvents: TypeAlias = Observable[RouterEvent] | Observable[Event[RouterEvent]] | Observable[Event[RouterEvent] | Missed]
+"""KV events, plain, with their publishers, or with reports of losses."""
 IndexKind = Literal["events", "approximate"]
 """How the router knows what a rank has cached: by its KV events, or by what was routed there."""
 
@@ -132,8 +137,8 @@ class PrefixLookup:
                 if worker_id not in without_events:
                     self.feed.add_worker(worker_id, dp_ranks)
 
-    def follow(self, events: Observable[RouterEvent] | Observable[Event[RouterEvent]]) -> DisposableBase:
-        """Take in events, plain or as the event plane brings them, until disposed.
+    def follow(self, events: KvEvents) -> DisposableBase:
+        """Take in events, plain or as the event plane brings them, and its reports of losses, until disposed.
 
         Without an index, or where routing is approximate, nothing is subscribed. Events are kept and not applied until
         their workers have reported to `run` what they hold: if events arrive, or overlap is looked up, while `run` does
@@ -142,16 +147,22 @@ class PrefixLookup:
         if self.feed is None:
             return Disposable()
         self._is_followed = True
-        return events.subscribe(partial(self._receive, self.feed))
+        following = events.subscribe(partial(self._receive, self.feed))
+        self.feed.recheck()  # what was published since a worker's last answer has not come here
+        return following
 
-    async def run(self) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Recover lost events from the workers, until cancelled; return at once without a feed."""
-        if self.feed is not None:
-            await self.feed.run()
+        if self.feed is None:
+            task_status.started()
+        else:
+            await self.feed.run(task_status=task_status)
 
-    def _receive(self, feed: EventFeed, event: RouterEvent | Event[RouterEvent]) -> None:
+    def _receive(self, feed: EventFeed, event: RouterEvent | Event[RouterEvent] | Missed) -> None:
         if isinstance(event, Event):
             feed.receive(event.payload, event.publisher_id)
+        elif isinstance(event, Missed):
+            feed.recheck(event.publisher_id)
         else:
             feed.receive(event)
         if feed.is_stalled:
@@ -173,7 +184,17 @@ async def _keeps_nothing(rank: WorkerRank, first_id: int | None) -> RecoveryRepl
     return None
 
 
-def kv_events(events: EventPlane, endpoint: str | EndpointId) -> Observable[Event[RouterEvent]]:
-    """The KV events of the workers of the endpoint's component, as the event plane delivers them."""
+def kv_events(events: EventPlane, endpoint: str | EndpointId) -> Observable[Event[RouterEvent] | Missed]:
+    """The KV events of the workers of the endpoint's component, and where some may be lost, as the event plane has it.
+
+    `KvRouter.follow` takes them, and requests from the workers what was lost.
+    """
     where = EndpointId.parse(endpoint)
-    return events.subscribe(Scope(where.namespace, where.component), KV_EVENTS_TOPIC, RouterEvent)
+    scope = Scope(where.namespace, where.component)
+
+    def subscribe(observer: ObserverBase[Event[RouterEvent] | Missed], _: Any = None) -> DisposableBase:
+        losses = events.missed(scope, KV_EVENTS_TOPIC).subscribe(observer.on_next)
+        following = events.subscribe(scope, KV_EVENTS_TOPIC, RouterEvent).subscribe(observer)
+        return CompositeDisposable(losses, following)
+
+    return Observable(subscribe)

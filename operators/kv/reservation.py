@@ -143,7 +143,7 @@ class LoadBook:
         self.peers = peers
         self.now_s = self.clock if peers is None else self._now_s
         """The time of a decision or a change of load, once the events of replicas until then are applied."""
-        self.on_room: Callable[[], object] = _no_one_waits
+        self.on_room: Callable[[], object] = lambda: None
         if peers is not None:
             peers.join(self.sequences, self.clock)
 
@@ -194,10 +194,6 @@ class LoadBook:
         """Stop receiving the replicas' events. Reservations stay valid."""
         if self.peers is not None:
             self.peers.close()
-
-
-def _no_one_waits() -> None:
-    pass
 
 
 def loop_clock() -> Callable[[], float]:

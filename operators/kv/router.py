@@ -12,27 +12,27 @@ that names its worker goes the same way as all others.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from random import Random
 from types import TracebackType
 from typing import Any, Self
 
 import anyio
-from anyio.abc import TaskGroup
+from anyio.abc import TaskGroup, TaskStatus
 
 from pipeline import Context, Control
-from pipeline.network import Event, Workers
+from pipeline.network import Workers
 from pipeline.protocols import PreprocessedRequest, RouterConfigOverride
-from pipeline.protocols.kv import RouterEvent
 from pipeline.protocols.timing import RequestPhase
-from pipeline.rx import CompositeDisposable, DisposableBase, Observable
+from pipeline.rx import CompositeDisposable, DisposableBase
 
 from ..pool import PoolViews
-from .config import KvRouterConfig, holding, raise_problems
+from .config import KvRouterConfig, raise_problems
 from .eligibility import Candidates, RoutingRules
 from .events import Counted, Recover
 from .index import CandidateOverlap, Overlap
 from .load import EXPIRY_S, SWEEP_EVERY_S, PotentialLoad, ReplicaSync, SequenceLoad, tracking_hashes
-from .lookup import PrefixLookup
+from .lookup import KvEvents, PrefixLookup
 from .metrics import UNTIMED, RoutingSteps
 from .pool import RouterPool
 from .prompt import LazySequenceHashes, PromptBlocks
@@ -152,7 +152,7 @@ class KvRouter:
 
     # -- life
 
-    def follow(self, events: Observable[RouterEvent] | Observable[Event[RouterEvent]]) -> DisposableBase:
+    def follow(self, events: KvEvents) -> DisposableBase:
         """Take in KV events of the workers, until disposed or closed; see `kv_events`.
 
         `run` must run, too: until a worker has reported what it holds, and while events of it are missing, its events
@@ -166,12 +166,13 @@ class KvRouter:
         """Return when as many workers are there as the configuration wants at the start."""
         await self.pool.ready(self.config.initial_workers)
 
-    async def run(self) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Recover lost events, apply replicas' events, expire reservations and sessions, drain the queue; until
-        cancelled."""
+        cancelled. `TaskGroup.start` returns once events are applied."""
         every_s = SWEEP_EVERY_S if self._duration is None else MODELLED_DRAIN_EVERY_S
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self.lookup.run)
+            await tasks.start(self.lookup.run)
+            task_status.started()
             if self.sessions is not None:
                 tasks.start_soon(self.sessions.run)
             if self.loads.peers is not None:
@@ -197,8 +198,12 @@ class KvRouter:
         self.close()
 
     async def __aenter__(self) -> Self:
-        self._tasks = await anyio.create_task_group().__aenter__()
-        self._tasks.start_soon(self.run, name="KvRouter")
+        async with AsyncExitStack() as opened:
+            opened.callback(self.close)
+            tasks = await opened.enter_async_context(anyio.create_task_group())
+            await tasks.start(self.run, name="KvRouter")  # so that no event comes before it runs
+            opened.pop_all()
+        self._tasks = tasks
         return self
 
     async def __aexit__(
@@ -365,4 +370,4 @@ def check_router(
         (config.router_prefill_policy is not None, "router_prefill_policy", "named selections are not offered"),
         (config.router_decode_policy is not None, "router_decode_policy", "named selections are not offered"),
     ]
-    raise_problems(holding(checks))
+    raise_problems([(name, message) for is_wrong, name, message in checks if is_wrong])

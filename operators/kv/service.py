@@ -189,7 +189,8 @@ class RouterService(AsyncEngine[RouterRequest, Answer]):
         self._reservations: dict[str, Reservation] = {}
 
     async def generate(self, request: Context[RouterRequest]) -> ResponseStream[Answer]:
-        message = _record(request.payload)
+        payload: Any = request.payload
+        message = payload if isinstance(payload, RouterRequest) else from_plain(payload, RouterRequest)
         if isinstance(message, NewRequest):
             return await self._new(request, message)
         return ResponseStream(_one(self._answer(request, message), request), request)
@@ -252,10 +253,6 @@ class RouterService(AsyncEngine[RouterRequest, Answer]):
     def _blocks(self, message: NewRequest | LoadsRequest) -> PromptBlocks:
         size, is_eagle, media = self.router.block_size_tokens, self.router.lookup.is_eagle, message.block_mm_infos or ()
         return PromptBlocks(message.tokens, size, message.lora_name, message.cache_namespace, is_eagle, media)
-
-
-def _record(payload: Any) -> RouterRequest:
-    return payload if isinstance(payload, RouterRequest) else from_plain(payload, RouterRequest)
 
 
 def _rejection(rejected: QueueRejected) -> RouterResponse:

@@ -122,7 +122,7 @@ class BusyWatch:
 
     def _on_report(self, report: LoadReport) -> None:
         instance_id, rank = report.instance_id, report.ranks.get(report.dp_rank)
-        if rank is not None:  # else the reports of the worker were dropped
+        if rank is not None:  # else its reports were dropped
             latched = latch(rank, self._config(instance_id), self.thresholds)
             self._latches.setdefault(instance_id, {})[report.dp_rank] = latched
         # After a change of the thresholds the first report decides about all workers anew.

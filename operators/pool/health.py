@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from pipeline import InvalidArgument, Unavailable, WorkerOverloaded
-from pipeline.errors import Refused, blames_worker, may_migrate
-from pipeline.network import Members
+from pipeline.errors import Refused, TransferFailed, blames_worker, chain, may_migrate
 from pipeline.protocols import MigrationState, TraceLink
 from pipeline.rx import (
     AnyIOScheduler,
@@ -85,17 +84,16 @@ class InstanceHealth:
             raise InvalidArgument(f"must be finite and not negative, got {cooldown_s}", field="cooldown_s")
         self._workers = workers
         self._cooldown_s = cooldown_s
-        self._admits = admits
         self._has_busy = busy is not None
         self._view = PoolView(skips_cooling_down=skips_cooling_down)
         self._views: Subject[PoolView] = Subject()
-        workers.follow(self._on_members)
+        workers.follow(lambda members: self._push(self._view.with_members(members, admits)))
         if cards is not None:
-            cards.subscribe(self._on_cards)
+            cards.subscribe(lambda found: self._push(self._view.with_cards(found)))
         if loads is not None:
             loads.reports().subscribe(self._on_report)
         if busy is not None:
-            busy.subscribe(self._on_busy)
+            busy.subscribe(lambda ids: self._push(self._view.with_busy(ids)))
 
     @property
     def view(self) -> PoolView:
@@ -148,15 +146,6 @@ class InstanceHealth:
             until_s = anyio.current_time() + self._cooldown_s
             self._push(self.view.with_refusal(instance_id, incarnation, until_s))
 
-    def _on_members(self, members: Members) -> None:
-        self._push(self._view.with_members(members, self._admits))
-
-    def _on_cards(self, cards: PoolCards) -> None:
-        self._push(self._view.with_cards(cards))
-
-    def _on_busy(self, busy: AbstractSet[int]) -> None:
-        self._push(self._view.with_busy(busy))
-
     def _on_report(self, report: LoadReport) -> None:
         """Judge an overloaded instance by what it reports."""
         if report.ranks and (self._has_busy or is_idle(report.ranks)):
@@ -203,14 +192,33 @@ def _time_to(ends_s: Collection[float]) -> float | None:
     return max(0.0, min(ends_s) - anyio.current_time()) if ends_s else None
 
 
-def note_failure(payload: Any, instance_id: int, error: Exception, link: TraceLink | None = None) -> None:
+def note_failure(
+    payload: Any, instance_id: int, error: Exception, link: TraceLink | None = None, *, free: Sequence[int] = ()
+) -> None:
     """Record that the instance failed the request, if the request may migrate after such an error.
 
-    For a payload without a MigrationState nothing is recorded.
+    Either worker may be at fault for a transfer that failed: it is held against the worker that prefilled unless
+    another one of the `free` instances may decode. For a payload without a MigrationState nothing is recorded.
     """
     state = getattr(payload, "migration_state", None)
-    if isinstance(state, MigrationState) and may_migrate(error):
-        state.exclude(instance_id, error, link)
+    if not isinstance(state, MigrationState) or not may_migrate(error):
+        return
+    failed: int | None = instance_id
+    if any(isinstance(each, TransferFailed) for each in chain(error)):
+        has_others = any(other != instance_id for other in without_failed(free, payload))
+        hints = payload.routing
+        if not has_others and hints is not None and hints.prefill_worker_id is not None:
+            failed = None if hints.prefill_worker_id == instance_id else hints.prefill_worker_id
+    if failed is None:
+        state.last_error, state.failed_link = error, link
+    else:
+        state.exclude(failed, error, link)
+
+
+def allowed(ids: Sequence[int], payload: Any) -> Sequence[int]:
+    """Return the instances that the request's routing hints allow; all of them without hints of that kind."""
+    workers = getattr(getattr(payload, "routing", None), "allowed_worker_ids", None)
+    return ids if workers is None else [instance_id for instance_id in ids if instance_id in workers]
 
 
 def without_failed(ids: Sequence[int], payload: Any) -> Sequence[int]:

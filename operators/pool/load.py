@@ -15,12 +15,12 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from attrs import astuple, define, frozen
+from attrs import astuple, define, field, frozen
 
 from pipeline import ReleaseOnce
 from pipeline.network import EndpointId, EventPlane, Members, Scope, Workers
-from pipeline.protocols.kv import KV_METRICS_TOPIC, ActiveLoad
-from pipeline.rx import DisposableBase, Observable, ObserverBase, Subject, ops
+from pipeline.protocols.kv import KV_METRICS_TOPIC, LOADS_EVERY_S, ActiveLoad
+from pipeline.rx import AnyIOScheduler, CompositeDisposable, DisposableBase, Observable, ObserverBase, Subject, ops
 
 T = TypeVar("T")
 
@@ -45,6 +45,8 @@ def log_errors(source: Observable[T]) -> Observable[T]:
 DeviceType = Literal["cpu", "cuda"]
 
 
+MISSING_REPORTS = 3
+"""After so many repeated reports that did not come, what a rank reported is not true any more."""
 UNCOUNTED = ReleaseOnce(lambda: None)
 """Takes the place of a count where nothing is counted."""
 
@@ -76,6 +78,8 @@ class WorkerLoad:
     device_type: DeviceType | None = None
     ranks: Mapping[int, RankLoad] = _NO_RANKS
     """What its ranks report."""
+    ages: dict[int, int] = field(factory=dict, eq=False, repr=False)
+    """Of each rank that reported, how many times its report was to be repeated since."""
 
     def end(self) -> None:
         """Count one request less."""
@@ -125,13 +129,23 @@ class WorkerLoads:
         load.in_flight += 1
         return ReleaseOnce(load.end)
 
-    def follow(self, reports: Observable[ActiveLoad], *, elsewhere: Sequence[Workers[Any, Any]] = ()) -> DisposableBase:
+    def follow(
+        self,
+        reports: Observable[ActiveLoad],
+        *,
+        elsewhere: Sequence[Workers[Any, Any]] = (),
+        scheduler: AnyIOScheduler | None = None,
+    ) -> DisposableBase:
         """Apply the reports of instances, until disposed.
 
         Reports of instances that are not there are ignored. `elsewhere` are other pools whose reports arrive by the
-        same way: the reports of an instance id that is also there are ambiguous and dropped.
+        same way: the reports of an instance id that is also there are ambiguous and dropped. With a scheduler, what a
+        rank reported is forgotten once its worker has not repeated it for `MISSING_REPORTS` times.
         """
-        return reports.subscribe(lambda report: self._on_report(report, elsewhere))
+        following = reports.subscribe(lambda report: self._on_report(report, elsewhere))
+        if scheduler is None:
+            return following
+        return CompositeDisposable(following, scheduler.schedule_periodic(LOADS_EVERY_S, lambda _: self._on_period()))
 
     def reports(self) -> Observable[LoadReport]:
         """Return what instances report from now on. A subscriber's exception is logged."""
@@ -145,9 +159,21 @@ class WorkerLoads:
             if not load.ranks:
                 return
             load.ranks = _NO_RANKS
+            load.ages.clear()
         else:
+            load.ages[dp_rank] = 0
             load.ranks = {**load.ranks, dp_rank: load.ranks.get(dp_rank, RankLoad()).updated(report)}
         self._reports.on_next(LoadReport(instance_id, dp_rank, load.ranks))
+
+    def _on_period(self) -> None:
+        """Forget the reports that are missing for too long."""
+        for instance_id, load in list(self._loads.items()):
+            for dp_rank in list(load.ages):
+                load.ages[dp_rank] += 1
+                if load.ages[dp_rank] > MISSING_REPORTS:
+                    del load.ages[dp_rank]
+                    load.ranks = {rank: known for rank, known in load.ranks.items() if rank != dp_rank}
+                    self._reports.on_next(LoadReport(instance_id, dp_rank, load.ranks))
 
     def _on_members(self, members: Members) -> None:
         gone, new = members.gone_since(self._members), members.new_since(self._members)

@@ -37,7 +37,8 @@ from pipeline.protocols import RouterChoice
 from pipeline.telemetry import annotate, trace_link
 
 from .assigned import ASSIGNED
-from .health import COOLDOWN_S, InstanceHealth, all_failed, note_failure, without_failed
+from .errors import AllBusy
+from .health import COOLDOWN_S, InstanceHealth, all_failed, allowed, note_failure, without_failed
 from .load import UNCOUNTED, WorkerLoads
 from .pickers import DeviceAware, Picker, RoundRobin, Uncounted, least_loaded, power_of_two, random_pick
 
@@ -88,7 +89,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
     An instance at fault (see `pipeline.errors.FACTS`) cools down for `cooldown_s`; one that answers WorkerOverloaded is
     busy for as long, or until its next report readmits it: see `InstanceHealth`. A request that migrates (see
     `Migration`) is not sent again to an instance it has failed on. What a worker raises goes to the caller, when its
-    request is no longer in flight.
+    request is no longer in flight. Where `routing.allowed_worker_ids` is set, only these are picked.
 
     Raises, at once and with nothing sent: Unavailable without an instance, AllCoolingDown, AllBusy. An instance that
     vanishes between the choice and the dispatch is replaced once by another that is free; without another that is
@@ -153,7 +154,8 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         except CannotConnect:
             if chosen in self._workers.instance_ids():
                 raise  # it is still there: what it could not reach is something else
-        if not (others := [i for i in without_failed(self.health.view.free, request.payload) if i != chosen]):
+        free = allowed(self.health.view.free, request.payload)
+        if not (others := [i for i in without_failed(free, request.payload) if i != chosen]):
             name = self._workers.name
             raise Unavailable(f"instance_id={chosen} not found for endpoint {name}, no other instances available")
         return await self._send(request, self._picked(others, request))
@@ -211,9 +213,18 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         """Return the instances the request may be sent to now. Raise the reason if there is none."""
         if not (free := self.health.view.free):
             raise self.health.no_free_instance()
-        if not (ids := without_failed(free, request.payload)):
+        if not (among := allowed(free, request.payload)):
+            raise self._none_allowed(request)
+        if not (ids := without_failed(among, request.payload)):
             raise all_failed(self._workers.name, request.payload)
         return ids
+
+    def _none_allowed(self, request: Context[In]) -> Refused:
+        """Return the error for a request that allows none of the free instances: AllBusy if one of its own is busy."""
+        name, view = self._workers.name, self.health.view
+        if allowed(tuple(view.overloaded), request.payload):
+            return AllBusy(f"all workers of endpoint {name} that the request allows are busy")
+        return Unavailable(f"no instance of endpoint {name} that the request allows can take it")
 
     def _picked(self, ids: Sequence[int], request: Context[In]) -> int:
         assert self._pick is not None
@@ -268,7 +279,8 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
 
     def _blame(self, request: Context[In], instance_id: int, incarnation: int, error: Exception) -> None:
         self.health.blame(instance_id, incarnation, error)
-        note_failure(request.payload, instance_id, error, None if request.trace is None else trace_link(request))
+        link = None if request.trace is None else trace_link(request)
+        note_failure(request.payload, instance_id, error, link, free=allowed(self.health.view.free, request.payload))
 
 
 _PICKERS: Mapping[RouterMode, Callable[[], Picker | None]] = {

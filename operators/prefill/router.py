@@ -2,7 +2,7 @@
 
     request ──► reserve a worker ─┬─ meeting point known ─► prefill in the background ─┬─► decode begins at once
                                   └─ not known ───────────► prefill to its end ────────┴─► decode with its output
-            ──► no prefill worker, or not worth it ─────────────────────────────────────► decode alone (or refused)
+            ──► no prefill worker for it, or not worth it ──────────────────────────────► decode alone (or refused)
 
 Source: dynamo lib/llm/src/kv_router/prefill_router.rs, PrefillRouter.
 
@@ -51,8 +51,8 @@ from ..records import shallow_copy
 from .background import PrefillTasks
 from .conditional import ConditionalDisaggregation, without_claim
 from .decode import decode_in_span, decode_stream
-from .errors import PrefillNotActivated, backpressure
-from .plan import Plan, decode_request, resolve
+from .errors import PrefillError, PrefillNotActivated, backpressure
+from .plan import decode_request, resolve
 from .pool import KvPrefill, PrefillPool, PrefillSide, PrefillWorker, named_worker
 from .task import PrefillTask
 
@@ -87,6 +87,10 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
     Raises PrefillNotActivated and Cancelled with nothing done; a ResourceExhausted that begins "router backpressure
     during prefill resolve" where no worker has room, TopologyError, and InvalidArgument in mode direct for a request
     that names no prefill worker, all with nothing sent; PrefillError for what a prefill meets before decode begins.
+
+    Where no prefill worker can take a request, because all of them cool down, have failed it, or have just left, decode
+    computes its prompt, unless `enforce_disagg` is set or it names its prefill worker. A TransferFailed counts as a
+    failure of the prefill worker where there is no other decode worker.
 
     A stop or kill, or a cancelled task, before the prefill is sent raises Cancelled, and it is not sent. Later they
     reach decode only, except that a worker which promises `EngineConfig.stops_prefills` is sent a stop as long as its
@@ -151,7 +155,20 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
             rank = self._conditional.select_decode_worker(request, pool, self._side.configs)
             if rank is not None:
                 return await self._decoded_alone(request, rank, next)
-        return await self._decoded(request, await self._started(request, pool), next)
+        return await self._disaggregated(request, pool, next)
+
+    async def _disaggregated(
+        self, request: Context[PreprocessedRequest], pool: PrefillPool, next: Next
+    ) -> ResponseStream[Output]:
+        prefill = await self._started(request, pool)
+        try:
+            return await self._decoded(request, prefill, next)
+        except PrefillError:
+            if not prefill.found_no_worker or self.settings.enforce_disagg or _names_prefill_worker(request):
+                raise
+        # Those that are there cool down, or have failed this request, or the last one has left: as without any.
+        (await _tracker(request).set_phase(RequestPhase.AGGREGATED)).release()
+        return await next.generate(request)
 
     # -- prefill
 
@@ -161,7 +178,7 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
         try:
             if request.is_stopped:
                 raise Cancelled("stopped before its prefill")
-            if pool.is_direct and named_worker(request.payload.routing) is None:
+            if pool.is_direct and not _names_prefill_worker(request):
                 raise InvalidArgument(
                     "in direct mode a request names its prefill worker: the router in front sets prefill_worker_id "
                     "(header x-dynamo-prefill-instance-id, formerly x-prefill-instance-id), and this request has none",
@@ -171,7 +188,7 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
             prefill = PrefillTask(
                 request.child(request.payload, linked=False),
                 pool,
-                partial(self._resolved, request.payload),
+                lambda worker: resolve(request.payload, worker, self._side.configs, self._rng),
                 permit,
                 self.settings.prefill_timeout_s,
                 self.settings.decode_patience_s,
@@ -182,9 +199,6 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
             permit.release()
             raise
         return prefill
-
-    def _resolved(self, payload: PreprocessedRequest, worker: PrefillWorker) -> Plan:
-        return resolve(payload, worker, self._side.configs, self._rng)
 
     # -- decode
 
@@ -299,6 +313,10 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
             self._tasks.cut()
             with anyio.CancelScope(shield=True):
                 await self._tasks.drained()
+
+
+def _names_prefill_worker(request: Context[PreprocessedRequest]) -> bool:
+    return named_worker(request.payload.routing) is not None
 
 
 def _tracker(request: Context[PreprocessedRequest]) -> RequestTracker:

@@ -145,6 +145,8 @@ class PrefillTask:
     error: PenstockError | None = field(default=None, init=False)
     link: TraceLink | None = field(default=None, init=False)
     """The span of the prefill, once it is being sent."""
+    found_no_worker: bool = field(default=False, init=False)
+    """Whether there was no worker that it could be sent to, so that nothing was computed."""
     is_withdrawn: bool = field(default=False, init=False)
     """Whether the prefill was stopped, because its client left in time."""
     _client_left: bool = field(default=False, init=False)
@@ -305,6 +307,7 @@ class PrefillTask:
 
     def _not_sent(self, error: Exception) -> PenstockError:
         if self.state is PrefillState.RESERVING:
+            self.found_no_worker = isinstance(error, Unavailable)
             return reservation_error(error)
         return error if isinstance(error, TopologyError) else routing_error(error)
 

@@ -3,7 +3,7 @@
 from .chat_template import ChatTemplate
 from .detokenize import Detokenize
 from .model import LAST_USER_MESSAGE, WHOLE_CHAT, Model
-from .preprocess import PROMPT_TOKENS, Preprocess
+from .preprocess import PROMPT_TOKENS, Preprocess, begins_answer, raw_prompt, template_args
 from .prompt_threads import PromptThreads, TooManyPrompts, offered_threads
 from .request_size import check_counts
 from .tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
@@ -22,8 +22,11 @@ __all__ = [
     "PromptThreads",
     "Tokenizer",
     "TooManyPrompts",
+    "begins_answer",
     "check_counts",
     "keywords_of",
     "offered_threads",
+    "raw_prompt",
+    "template_args",
     "validate",
 ]

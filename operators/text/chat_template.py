@@ -51,7 +51,8 @@ class ChatTemplate:
         tokens: Mapping[str, str] | None = None,
         now: Callable[[], datetime] | None = None,
     ) -> None:
-        self.source = source
+        self.source, self.tool_source = source, tool_source
+        self.tokens = dict(tokens or {})
         self._template = _compile(source)
         self._tool_template = self._template if tool_source is None else _compile(tool_source)
         self._names: dict[str, Any] = {"bos_token": "", "eos_token": "", **(tokens or {}), "raise_exception": _refuse}
@@ -62,7 +63,7 @@ class ChatTemplate:
     def with_source(self, source: str) -> ChatTemplate:
         """Another template with the same names. Raises CodecError if the source is none."""
         other = ChatTemplate(source)
-        other._names = self._names
+        other.tokens, other._names = self.tokens, self._names
         return other
 
     def render(

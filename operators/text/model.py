@@ -5,6 +5,7 @@ ModelFolder: reads what a Model needs from a folder as Hugging Face lays it out.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from attrs import evolve, field, frozen
 from pipeline import InvalidArgument
 from pipeline.errors import CodecError
 from pipeline.llm import architectural_context_length, read_object, wrong_file
+from pipeline.protocols.card import ByteLevel
 
 from .chat_template import ChatTemplate
 from .tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
@@ -150,6 +152,23 @@ class Model:
             context_length=architectural_context_length(path),
         )
 
+    def write_folder(self, path: Path) -> None:
+        """Write the files from which `from_folder` makes the same model, into an empty folder.
+
+        Raise InvalidArgument for a model whose tokenizer has no file, OSError if they cannot be written.
+        """
+        if not isinstance(self.tokenizer, HuggingFaceTokenizer):
+            raise InvalidArgument(f"the tokenizer of {self.name!r} has no file", field="model_path")
+        self.tokenizer.write(path / "tokenizer.json")
+        settings: dict[str, Any] = {}
+        if (chat := self.chat_template) is not None:
+            named = [("default", chat.source), ("tool_use", chat.tool_source)]
+            templates = [{"name": name, "template": source} for name, source in named if source is not None]
+            settings = {**chat.tokens, "chat_template": templates}
+        config = {"eos_token_id": list(self.eos_token_ids), "max_position_embeddings": self.context_length or 0}
+        for name, content in (("tokenizer_config.json", settings), ("config.json", config)):
+            (path / name).write_text(json.dumps(content), encoding="utf-8")
+
     def with_chat_template(self, path: Path) -> Model:
         """The same model with the chat template in a file; names such as `bos_token` stay those of its own.
 
@@ -162,6 +181,13 @@ class Model:
         except (OSError, UnicodeDecodeError, CodecError) as error:
             raise InvalidArgument(f"{path}: {error}", field="custom_jinja_template") from error
         return evolve(self, chat_template=template)
+
+    @property
+    def byte_level_parts(self) -> ByteLevel | None:
+        """What `byte_level` would need to make the same model elsewhere; None for a model that has files."""
+        if not isinstance(self.tokenizer, ByteTokenizer) or self.chat_template is None:
+            return None
+        return ByteLevel(self.chat_template.source, self.checks_token_ids)
 
     @classmethod
     def byte_level(

@@ -62,24 +62,37 @@ def _is_token_ids(prompt: Sequence[Any]) -> TypeGuard[list[int]]:
 
 
 def _chat(request: ChatCompletionRequest, model: Model, give_up: GiveUp) -> str:
-    if request.nvext is not None and request.nvext.use_raw_prompt:
-        return "\n".join(_text(message) for message in request.messages)
+    if (raw := raw_prompt(request)) is not None:
+        return raw
     template = model.chat_template
     if template is None:
         raise InvalidArgument(f"model {model.name} has no chat template, so it cannot chat", field="messages")
+    begins = begins_answer(request)
+    text = template.render(
+        [_plain(message) for message in request.messages],
+        tools=None if request.tool_choice == "none" else to_plain(request.tools),
+        add_generation_prompt=begins,
+        args=template_args(request),
+        give_up=give_up,
+    )
+    return _open_ended(text, _text(request.messages[-1])) if request.continue_final_message else text
+
+
+def raw_prompt(request: ChatCompletionRequest) -> str | None:
+    """Return the texts of a chat that no template is to be used for; None for any other."""
+    if request.nvext is None or not request.nvext.use_raw_prompt:
+        return None
+    return "\n".join(_text(message) for message in request.messages)
+
+
+def begins_answer(request: ChatCompletionRequest) -> bool:
+    """Return whether the template is to begin an answer. Raise InvalidArgument if the last message is to go on too."""
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
         raise InvalidArgument(
             "continue_final_message and add_generation_prompt exclude each other", field="continue_final_message"
         )
-    text = template.render(
-        [_plain(message) for message in request.messages],
-        tools=None if request.tool_choice == "none" else to_plain(request.tools),
-        add_generation_prompt=not continues if request.add_generation_prompt is None else request.add_generation_prompt,
-        args=_template_args(request),
-        give_up=give_up,
-    )
-    return _open_ended(text, _text(request.messages[-1])) if continues else text
+    return not continues if request.add_generation_prompt is None else request.add_generation_prompt
 
 
 def _plain(message: ChatMessage) -> Message:
@@ -106,7 +119,7 @@ def _open_ended(prompt: str, last_text: str) -> str:
     return prompt[: at + len(last_text)]
 
 
-def _template_args(request: ChatCompletionRequest) -> dict[str, Any]:
+def template_args(request: ChatCompletionRequest) -> dict[str, Any]:
     """Names for the template: whether and how hard to think, then what the request gives itself."""
     args: dict[str, Any] = {}
     thinking: object = request.thinking

@@ -128,6 +128,10 @@ class HuggingFaceTokenizer:
         except Exception as error:  # the library raises plain exceptions only
             raise CodecError(f"not a tokenizer: {error}") from error
 
+    def write(self, path: Path) -> None:
+        """Write a `tokenizer.json` with the same tokenizer. Raise OSError if it cannot be written."""
+        path.write_text(self._tokenizer.to_str(), encoding="utf-8")
+
     def encode(self, text: str) -> list[int]:
         checked_unicode(text)
         try:

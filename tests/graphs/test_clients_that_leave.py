@@ -24,7 +24,7 @@ from pipeline.testing import OpenStreams, watch_streams
 from serving.deployment import StandardGraph
 from tests.graphs.worlds import open_fleet
 
-CLIENTS = 100
+CLIENTS = [25, pytest.param(100, marks=pytest.mark.slow)]
 PROMPT_TOKENS = 8_000
 LEAVES_AFTER_S = 0.01
 LARGE = MockEngineArgs()
@@ -74,33 +74,37 @@ async def leave(graph: StandardGraph, chat: ChatCompletionRequest, how: str, aft
                     pass
 
 
+@pytest.mark.parametrize("clients", CLIENTS)
 @pytest.mark.parametrize("how", ["kill", "close", "cancel"])
 @pytest.mark.parametrize("meets", [True, False])
 @pytest.mark.parametrize("router", ["round-robin", "kv"])
 async def test_the_next_request_does_not_wait_for_clients_that_have_left(
-    router: str, meets: bool, how: str, open_streams: OpenStreams
+    router: str, meets: bool, how: str, clients: int, open_streams: OpenStreams
 ) -> None:
     """Issue 12, point 22: it took 100 times as long. It waits at most for the step that runs when they leave."""
     async with open_fleet(1, 1, meets=meets, args=LARGE, environment={}, **ROUTERS[router]) as fleet:
-        idle_s = await answered_after_s(fleet.graph, chat(CLIENTS))
+        idle_s = await answered_after_s(fleet.graph, chat(clients))
         async with anyio.create_task_group() as tasks:
-            for number in range(CLIENTS):
+            for number in range(clients):
                 tasks.start_soon(leave, fleet.graph, chat(number), how, LEAVES_AFTER_S)
             await anyio.sleep(2 * LEAVES_AFTER_S)
-            assert await answered_after_s(fleet.graph, chat(CLIENTS + 1)) < 2 * idle_s
+            assert await answered_after_s(fleet.graph, chat(clients + 1)) < 2 * idle_s
         await anyio.sleep(60)
         fleet.assert_idle()
 
 
+@pytest.mark.parametrize("clients", CLIENTS)
 @pytest.mark.parametrize("how", ["stop", "kill", "cancel"])
 @pytest.mark.parametrize("meets", [True, False])
-async def test_a_request_in_the_router_s_queue_whose_client_left_goes_to_no_worker(meets: bool, how: str) -> None:
+async def test_a_request_in_the_router_s_queue_whose_client_left_goes_to_no_worker(
+    meets: bool, how: str, clients: int
+) -> None:
     """Issue 12, point 22: also if the worker does not promise that prefills may be stopped."""
     async with open_fleet(1, 1, meets=meets, args=LARGE, environment={}, stops_prefills=False) as fleet:
         (host,) = fleet.of("prefill")
         sent = 0
         async with anyio.create_task_group() as tasks:
-            for number in range(CLIENTS):
+            for number in range(clients):
                 tasks.start_soon(leave, fleet.graph, chat(number), how, LEAVES_AFTER_S)
             await anyio.sleep(2 * LEAVES_AFTER_S)
             sent = host.engine.requests

@@ -143,6 +143,7 @@ class Run:
         self.moved: Counter[str] = Counter()
         """The outcomes of those requests that more than one worker had."""
         self.ways: Counter[str] = Counter()
+        self._coming: list[tuple[Half, str]] = []
         self.wrong: list[Any] = []
         self.requests: WeakSet[Context[Any]] = WeakSet()
 
@@ -272,9 +273,8 @@ class Run:
         rng, fleet = self.rng, self.fleet
         while True:
             await anyio.sleep(rng.uniform(0, self.pause_s))
-            half: Half = rng.choice(("prefill", "decode", "decode"))
+            half, way = self._next_way()
             there = fleet.of(half)
-            way = rng.choice(WAYS)
             if not there:
                 continue
             self.ways[f"{half} {way}"] += 1
@@ -288,6 +288,14 @@ class Run:
                 returns.start_soon(self.replace, half, there, 0.0, rng.choice(("abort", "fail", "drain")))
             else:
                 returns.start_soon(self.replace, half, [host], 0.0, way)
+
+    def _next_way(self) -> tuple[Half, str]:
+        """Return a half and what happens to it; each comes equally often, in an order by chance."""
+        if not self._coming:
+            halves: tuple[Half, ...] = ("prefill", "decode", "decode")
+            self._coming = [(half, way) for half in halves for way in WAYS]
+            self.rng.shuffle(self._coming)
+        return self._coming.pop()
 
     async def replace(self, half: Half, hosts: list[Host], after_s: float, way: Any) -> None:
         """End workers and start as many again, under their id or another, all at once or one by one."""

@@ -30,9 +30,9 @@ from operators.kv import (
 from operators.kv.events import Recover
 from operators.pool import InstanceHealth, cards_of
 from pipeline import AsyncEngine, Context
-from pipeline.network import Event, Runtime
+from pipeline.network import Event, Missed, Runtime, Scope
 from pipeline.protocols import PreprocessedRequest, RoutingHints, StopConditions
-from pipeline.protocols.kv import KvEvent, KvStored, RecoveryReply, RouterEvent, StoredBlock
+from pipeline.protocols.kv import KV_EVENTS_TOPIC, KvEvent, KvStored, RecoveryReply, RouterEvent, StoredBlock
 from pipeline.rx import Subject, ops
 
 WHERE = "dynamo/backend/generate"
@@ -81,8 +81,8 @@ class Site:
         workers = self.runtime.workers(WHERE)
         health = InstanceHealth(workers, cards=cards_of(self.runtime.discovery.watch_models(WHERE)))
 
-        def arrives(event: Event[RouterEvent]) -> bool:
-            return not lost(event)
+        def arrives(event: Event[RouterEvent] | Missed) -> bool:
+            return isinstance(event, Missed) or not lost(event)
 
         events = kv_events(self.runtime.events, WHERE).pipe(ops.filter(arrives))
         with KvRecovery(recovery_workers(self.runtime, WHERE), health) as recovery:
@@ -179,7 +179,9 @@ async def test_a_late_event_of_an_earlier_incarnation_suppresses_no_later_event(
     late: list[Event[RouterEvent]] = []
     again: Subject[Event[RouterEvent]] = Subject()
     async with site(2) as deployed:
-        kv_events(deployed.runtime.events, WHERE).subscribe(late.append)
+        deployed.runtime.events.subscribe(Scope("dynamo", "backend"), KV_EVENTS_TOPIC, RouterEvent).subscribe(
+            late.append
+        )
         async with deployed.worker(1), deployed.router() as (_, graph):
             await send_all(graph, times=2)
         former, block = (

@@ -153,18 +153,28 @@ class Fleet:
     kv_routers: list[KvRouter] = field(init=False)
     """The router of the prefill pool and that of the decode pool; empty unless the config's router is `kv`."""
 
-    async def add(self, half: Half, worker_id: int | None = None, *, meets: bool = True) -> Host:
+    async def add(
+        self,
+        half: Half,
+        worker_id: int | None = None,
+        *,
+        meets: bool = True,
+        there: tuple[Runtime, TaskGroup] | None = None,
+    ) -> Host:
         """Start one more worker, if given with the id of one that is gone.
 
-        With `meets` a prefill worker publishes the address at which decode can join its transfer.
+        With `meets` a prefill worker publishes the address at which decode can join its transfer. `there` is another
+        process, by its runtime and tasks: the worker then has an exchange of its own.
         """
         port = 9000 + len(self.engines) if half == "prefill" and meets else None
         args = evolve(self.args, worker_type=half, bootstrap_port=port)
-        engine = FragileEngine(args, self.exchange, stops_prefills=self.stops_prefills)
+        runtime, tasks = (self.runtime, self.tasks) if there is None else there
+        exchange = self.exchange if there is None else TransferExchange()
+        engine = FragileEngine(args, exchange, stops_prefills=self.stops_prefills)
         worker = Worker(
             engine,
             self.config.worker_settings(self.config.load_model(), DisaggregationMode(half)),
-            runtime=self.runtime,
+            runtime=runtime,
             worker_id=worker_id,
             environment=self.hosting.environment,
             times=self.hosting.times,
@@ -172,7 +182,7 @@ class Fleet:
         )
         host = Host(half, engine, worker)
         self.engines.append(engine)
-        await self.tasks.start(host.run)
+        await tasks.start(host.run)
         self.hosts.append(host)
         return host
 
@@ -196,8 +206,9 @@ class Fleet:
         for kv in self.kv_routers:
             assert (len(kv.loads), len(kv.queue)) == (0, 0)
         assert self.prefill.prefills == len(self.prefill._tasks._of_request) == 0
-        assert (self.exchange.waiting, self.exchange.sessions) == (0, 0)
         for engine in self.engines:
+            assert engine.exchange is not None
+            assert (engine.exchange.waiting, engine.exchange.sessions) == (0, 0)
             assert engine._answers == {}
             for rank in engine.ranks:
                 rank.scheduler.pool.check()
@@ -234,12 +245,13 @@ async def open_fleet(
             for _ in range(count):
                 await fleet.add(half, meets=meets)  # type: ignore[arg-type]
         async with AsyncExitStack() as stages:
-            await _build(fleet, stages)
+            await build(fleet, stages)
             yield fleet
         fleet.remove(fleet.hosts, "drain")
 
 
-async def _build(fleet: Fleet, stages: AsyncExitStack) -> None:
+async def build(fleet: Fleet, stages: AsyncExitStack) -> None:
+    """Make the fleet's graph, which ends with the stack."""
     config, hosting = fleet.config, fleet.hosting
     endpoint = fleet.of("decode")[0].worker.endpoint
     assert fleet.of("prefill")[0].worker.endpoint == prefill_endpoint(endpoint)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from operators import ModelNotFound, Switch
-from pipeline import Annotated, Context, InvalidArgument, LinkError, identity, link
+from operators.switch import AWAITED_MAX
+from pipeline import Annotated, Context, InvalidArgument, LinkError, Unavailable, identity, link
 from pipeline.errors import may_migrate
 from pipeline.protocols import PreprocessedRequest
 from pipeline.testing import Probe, ScriptedEngine, Stall, check_engine
@@ -73,6 +74,32 @@ async def test_graphs_come_and_go_while_requests_run() -> None:
         stream.context.control.stop()
         assert await stream.collect() == []
     assert (first.open, second.open) == (0, 0)
+
+
+async def test_requests_for_a_model_that_is_awaited_are_unavailable_until_it_is_back() -> None:
+    switch: Switch[Any, Any] = Switch({"a": ScriptedEngine([1])})
+    switch.remove("a")
+    switch.expect("a")
+    switch.expect("a")
+    assert list(switch.awaited) == ["a"]
+    with pytest.raises(Unavailable, match="no worker of 'a'"):
+        await switch.generate(request("a"))
+    with pytest.raises(ModelNotFound):
+        await switch.generate(request("b"))
+    switch.add("a", ScriptedEngine([2]))
+    assert await (await switch.generate(request("a"))).collect() == [2]
+    assert not switch.awaited
+
+
+def test_of_many_names_that_are_awaited_the_oldest_are_forgotten() -> None:
+    switch: Switch[Any, Any] = Switch()
+    for number in range(AWAITED_MAX + 5):
+        switch.add(f"m{number}", ScriptedEngine([]))
+        switch.remove(f"m{number}")
+        switch.expect(f"m{number}")
+    assert len(switch.awaited) == AWAITED_MAX
+    assert "m4" not in switch.awaited
+    assert "m5" in switch.awaited
 
 
 def test_a_name_has_one_graph() -> None:

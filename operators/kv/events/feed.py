@@ -3,6 +3,7 @@
     event plane ──receive──► the next of its rank? ──yes──► index
                                 └─ no: kept ──► recover(rank, from) ──► installed, then those kept meanwhile
        of an unknown publisher ─┴─ the answer names the one that is alive; events of others are dropped
+    a loss that the event plane reports ──► recover
 
 Source: dynamo lib/llm/src/kv_router/worker_query.rs and lib/kv-router/src/recovery. Other than there, a rank keeps what
 it is known to hold during a recovery, and loses it when the worker does not answer; and an event of an unknown
@@ -16,6 +17,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 
 import anyio
+from anyio.abc import TaskStatus
 from attrs import define, frozen
 
 from pipeline import ContractViolation
@@ -122,6 +124,16 @@ class EventFeed:
             self._drop(rank)
         self.index.remove_worker(worker_id)
 
+    def recheck(self, publisher_id: int | None = None) -> None:
+        """Query every worker once more: the answers so far may be from before its events arrived here.
+
+        With a publisher, query those whose events it publishes, and those whose publisher is not known.
+        """
+        for feed in self._ranks.values():
+            if publisher_id is None or feed.publisher_id in (publisher_id, None):
+                feed.is_doubted = True
+                self._want(feed)
+
     def receive(self, event: RouterEvent, publisher_id: int | None = None) -> None:
         """Take in an event. Does nothing for a rank that was not added.
 
@@ -141,11 +153,12 @@ class EventFeed:
         if not feed.receive(event, publisher_id):
             self._want(feed)
 
-    async def run(self) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Repair ranks until cancelled; repairs in progress are left to the next run."""
         if self._wakeup is not None:
             raise ContractViolation("the feed runs already")
         self._wakeup = Wakeup()
+        task_status.started()
         room = anyio.Semaphore(self._limits.at_once)
         try:
             async with anyio.create_task_group() as tasks:
@@ -186,7 +199,10 @@ class EventFeed:
         with anyio.CancelScope() as feed.scope:
             delay_s, progress = self._limits.first_delay_s, _Progress(feed.publisher_id, feed.cursor.last or 0)
             while self._ranks.get(feed.rank) is feed:
+                feed.is_doubted = False
                 has_helped = await self._one_attempt(feed, room)
+                if feed.is_settled and feed.is_doubted:
+                    continue
                 if feed.is_settled:
                     break
                 may_hurry = progress.note(feed, has_helped)

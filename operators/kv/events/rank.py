@@ -126,6 +126,8 @@ class RankFeed:
     """How many events of the rank have arrived."""
     in_order: bool = False
     in_repair: bool = False
+    is_doubted: bool = False
+    """Whether the worker is to be queried again after the query that runs."""
     scope: anyio.CancelScope | None = None
 
     @property

@@ -1,6 +1,7 @@
 """Blocks and prefill tokens in flight on each worker, shared between routers."""
 
 from .blocks import ActiveBlocks, ActivePrefixes, HeldBlocks
+from .peers import BookingsPart, BookingsRequest, ShareLimits, shared_bookings
 from .ranks import Column, MissingDuration, PotentialLoad, PromptLoad, RankLoads
 from .replicas import (
     ACTIVE_SEQUENCES_TOPIC,
@@ -39,6 +40,8 @@ __all__ = [
     "ActiveSequences",
     "AddRequest",
     "Applied",
+    "BookingsPart",
+    "BookingsRequest",
     "Column",
     "Duration",
     "Free",
@@ -52,6 +55,8 @@ __all__ = [
     "ReplicaSync",
     "SequenceEventData",
     "SequenceLoad",
+    "ShareLimits",
     "apply_events",
+    "shared_bookings",
     "tracking_hashes",
 ]

@@ -74,6 +74,17 @@ class PromptLoad:
             self._anchored_ns = min(self._anchored_ns + prompt.duration_ns, max(_ns(now_s), self._anchored_ns))
         return True
 
+    def left(self, request_id: str, now_s: float) -> tuple[int, float | None]:
+        """A prompt's tokens still to compute, and how long that should take; 0 and None if it is not counted."""
+        prompt = self._prompts.get(request_id)
+        if prompt is None:
+            return 0, None
+        duration_ns, tokens = prompt.duration_ns, prompt.tokens
+        if duration_ns and next(iter(self._prompts)) == request_id:
+            left_ns = max(0, duration_ns - max(0, _ns(now_s) - self._anchored_ns))
+            duration_ns, tokens = left_ns, -(-tokens * left_ns // duration_ns)
+        return tokens, None if duration_ns is None else duration_ns / _NS
+
     def tokens_at(self, now_s: float) -> int:
         """The tokens still to compute."""
         anchor = next(iter(self._prompts.values()), None)

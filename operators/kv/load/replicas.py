@@ -17,11 +17,12 @@ again through another router, never collides with itself.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Self, TypeAlias
 
 import anyio
-from attrs import frozen
+from attrs import evolve, frozen
 
 from pipeline import InvalidArgument
 from pipeline.network import EndpointId, Event, EventPlane, Scope
@@ -166,6 +167,12 @@ def _booked_as(event: ActiveSequenceEvent) -> str:
     return f"{event.router_id}\0{event.request_id}"
 
 
+def _router_of(booked_as: str) -> int | None:
+    """The router that has booked a request of our account under this id; None if it is our own."""
+    router_id, separator, _ = booked_as.partition("\0")
+    return int(router_id) if separator and router_id.isdecimal() else None
+
+
 def _load(data: AddRequest) -> SequenceLoad:
     hint = data.prefill_load_hint
     if hint is None:
@@ -178,6 +185,10 @@ def _load(data: AddRequest) -> SequenceLoad:
 BATCH_EVENTS = 256
 BATCH_S = 0.001
 """Events are applied when so many have arrived, or after so long."""
+_SPREAD = 0x9E3779B97F4A7C15
+"""An odd number by which small ones are spread over 64 bits."""
+KEPT_EVENTS = 4096
+"""Events of a router that are kept during its repair."""
 REPORT_EVERY_S = 10.0
 """Events that could not be sent are reported this often, at most."""
 
@@ -189,8 +200,9 @@ class ReplicaSync:
 
     `endpoint` is that of the workers: all routers of its component receive each other's events. A booking on a worker
     that is not known here opens an account, which goes with its last booking: when the worker appears, its load is
-    there already. With `registered_only` such a booking is dropped. This is best effort: a router that starts later
-    does not receive earlier bookings, and bookings of a router that has died expire like any other.
+    there already. With `registered_only` such a booking is dropped. By itself this is best effort: a router that starts
+    later does not receive earlier bookings, and bookings of a router that has died expire like any other.
+    `shared_bookings` repairs both.
     """
 
     def __init__(self, events: EventPlane, endpoint: str | EndpointId, *, registered_only: bool = False) -> None:
@@ -207,6 +219,8 @@ class ReplicaSync:
         self._news: anyio.Event | None = None
         self._unsent = 0
         self._reported_s: float | None = None
+        self._since: dict[int, deque[ActiveSequenceEvent]] = {}
+        """Of each router that is being repaired, the last events since the repair began."""
 
     @property
     def router_id(self) -> int:
@@ -274,11 +288,65 @@ class ReplicaSync:
         if self._following is not None:
             self._following.dispose()
 
+    # -- for the repair
+
+    def own_bookings(self) -> Iterator[ActiveSequenceEvent]:
+        """Yield this router's live requests as if each was booked now, one at a time, each as it is by then."""
+        if (sequences := self._sequences) is None:
+            return
+        for request in sequences.booked():
+            if _router_of(request.request_id) is None and sequences.is_live(request):
+                load = sequences.load_of(request, self._now_s())
+                if any(name < 0 for name in load.hashes):
+                    load = evolve(load, hashes=[self._shared_name(name) for name in load.hashes])
+                yield ActiveSequenceEvent(request.request_id, request.rank, AddRequest.of(load), self.router_id)
+
+    def begin_repair(self, router_id: int) -> None:
+        """Keep the router's events from now on, to be applied once more over its bookings."""
+        self._since[router_id] = deque(maxlen=KEPT_EVENTS)
+
+    def end_repair(self, router_id: int, bookings: Iterable[ActiveSequenceEvent] | None = None) -> bool:
+        """Put these bookings, and the events since the repair began, in place of what is known of the router.
+
+        Without bookings the repair has failed and all stays as it is. Return False then, if no router has joined yet,
+        and if so many events came that some of them were not kept: another repair is due.
+        """
+        since = self._since.pop(router_id, None)
+        if bookings is None or since is None or self._sequences is None:  # the router may be gone meanwhile
+            return False
+        self._replace(router_id, [*bookings, *since])
+        return len(since) < KEPT_EVENTS
+
+    def forget(self, router_id: int) -> None:
+        """Drop the router's bookings: it is gone."""
+        self._since.pop(router_id, None)
+        self._replace(router_id, [])
+
     # -- inside
 
-    def _receive(self, event: Event[ActiveSequenceEvent]) -> None:
-        if event.payload.router_id == self.router_id:
+    def _shared_name(self, name: int) -> int:
+        """Return a block's hash; for one with a name that counts on its rank only, a name that no other router uses."""
+        return name if name >= 0 else (name * _SPREAD + self.router_id) % 2**64
+
+    def _replace(self, router_id: int, events: Sequence[ActiveSequenceEvent]) -> None:
+        if (sequences := self._sequences) is None:
             return
+        self.take_in()
+        now_s = self._now_s()
+        theirs = [one for one in sequences.booked() if _router_of(one.request_id) == router_id]
+        for request in theirs:
+            sequences.release(request, now_s)
+        apply_events(sequences, [(now_s, event) for event in events], registered_only=self._registered_only)
+        self._made_room |= bool(theirs)
+        if self._news is not None:
+            self._news.set()
+
+    def _receive(self, event: Event[ActiveSequenceEvent]) -> None:
+        router_id = event.payload.router_id
+        if router_id == self.router_id:
+            return
+        if (since := self._since.get(router_id)) is not None:
+            since.append(event.payload)
         self._received.append((self._now_s(), event.payload))
         if len(self._received) >= BATCH_EVENTS:
             self.take_in()

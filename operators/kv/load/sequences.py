@@ -157,6 +157,16 @@ class ActiveSequences:
         """Return the request that is booked under this id."""
         return self._bookings.get(request_id)
 
+    def booked(self) -> list[ActiveRequest]:
+        """Return the live requests, in the order of their booking."""
+        return list(self._bookings.values())
+
+    def load_of(self, request: ActiveRequest, now_s: float) -> SequenceLoad:
+        """Return what the request puts on its worker from now on, apart from output blocks; nothing if not live."""
+        if (slot := self._slot_of(request)) is None:
+            return SequenceLoad()
+        return SequenceLoad(request.hashes, *slot.prompts.left(request.request_id, now_s))
+
     def is_live(self, request: ActiveRequest) -> bool:
         """False once it was released, has expired, or its worker was removed."""
         return self._bookings.get(request.request_id) is request

@@ -10,11 +10,11 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from operators.kv import KvRouter
+from operators.kv import EventLog, KvRouter
 from operators.kv.types import WorkerRank
 from pipeline.llm import block_hashes, sequence_hashes
 from pipeline.protocols.card import ModelRuntimeConfig
-from pipeline.protocols.kv import KvEvent, KvStored, RouterEvent, StoredBlock
+from pipeline.protocols.kv import KvEvent, KvStored, RecoveryReply, RouterEvent, StoredBlock
 from pipeline.rx import Subject
 
 from .worlds import BLOCK, GivenHealth, prompt, published, reserved, router_of
@@ -135,3 +135,21 @@ async def test_without_an_index_nothing_is_held() -> None:
         await send(router, 1)
         assert list(router.lookup.held_blocks()) == []
         assert blocks_on(router, A) == [0]
+
+
+async def test_an_event_that_came_between_a_workers_answer_and_the_following_is_not_lost() -> None:
+    log = EventLog(WorkerRank(2))
+
+    async def recover(rank: WorkerRank, start: int | None) -> RecoveryReply | None:
+        return RecoveryReply.of(log.recover(start)) if rank == log.rank else None
+
+    router, events = router_of(2, config={"use_kv_events": True}, recover=recover), Subject[RouterEvent]()
+    async with router:
+        await settled()
+        log.record(stored(2, 8).event.data)  # the worker has answered before that it has nothing
+        with router.follow(events):
+            await settled()
+            assert router.overlap_blocks(prompt().blocks, WorkerRank(2)) == 2
+            events.on_next(log.record(stored(2, 12, event_id=2).event.data))
+            await settled()
+            assert router.overlap_blocks(prompt(16).blocks, WorkerRank(2)) == 3

@@ -236,6 +236,31 @@ async def test_a_router_that_follows_events_and_does_not_run_warns_once(caplog: 
             tasks.cancel_scope.cancel()
 
 
+async def test_an_entered_router_runs_before_the_first_event(caplog: pytest.LogCaptureFixture) -> None:
+    router, events = router_of(1, 2, config={"use_kv_events": True}), Subject[RouterEvent]()
+    async with router:
+        with router.follow(events):
+            events.on_next(stored(2, 8))
+            (await reserved(router, prompt())).release()
+            await settled()
+            assert router.overlap_blocks(prompt().blocks, WorkerRank(2)) == 2
+    assert caplog.records == []
+
+
+async def test_a_router_whose_entering_is_cancelled_is_closed_and_leaves_no_task() -> None:
+    workers = GivenHealth(1)
+    router = router_of(1, config={"use_kv_events": True}, health=workers)
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        async with router:
+            raise AssertionError("it was entered")
+    assert not workers.views.observers
+    assert router.lookup.feed is not None
+    async with anyio.create_task_group() as tasks:  # which it refuses while it runs
+        await tasks.start(router.lookup.feed.run)
+        tasks.cancel_scope.cancel()
+
+
 async def test_a_request_is_enough_for_that_warning(caplog: pytest.LogCaptureFixture) -> None:
     router = router_of(1, config={"use_kv_events": True})
     with router, router.follow(Subject[RouterEvent]()):

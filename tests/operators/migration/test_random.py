@@ -105,7 +105,7 @@ def breaks(plan: Sequence[tuple[int, str] | None]) -> int:
 
 
 @given(answer=answers, seed=st.integers(0, 1000), plan=plans, with_text=st.booleans(), backend=BACKENDS)
-@settings(max_examples=60)
+@settings(max_examples=3 * settings().max_examples // 5)
 def test_the_answer_is_that_of_an_undisturbed_run(
     answer: list[int], seed: int, plan: list[Any], with_text: bool, backend: Any
 ) -> None:
@@ -178,7 +178,6 @@ letters = st.lists(st.sampled_from([97, 98]), min_size=1, max_size=12)
     plan=plans,
     backend=BACKENDS,
 )
-@settings(max_examples=100)
 def test_the_text_up_to_a_stop_string_is_that_of_an_undisturbed_run(
     answer: list[int], stops: list[str], include: bool, least: int, seed: int, plan: list[Any], backend: Any
 ) -> None:
@@ -224,7 +223,6 @@ def tokens_of(item: Annotated[LLMEngineOutput]) -> list[int]:
     ending=st.sampled_from(ENDINGS),
     backend=BACKENDS,
 )
-@settings(max_examples=100)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # streams are dropped on purpose
 def test_however_a_request_ends_nothing_stays_open_and_no_token_is_repeated(
     answer: list[int], seed: int, plan: list[Any], ending: str, backend: Any

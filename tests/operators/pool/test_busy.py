@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from operators import AllBusy, BusyThresholds, PushRouter
 from operators.pool import BusyWatch, Configs, PoolCards, WorkerLoads, cards_of, load_reports
 from operators.pool.busy import is_rank_busy, is_worker_busy, latch
-from operators.pool.load import RankLoad
+from operators.pool.load import MISSING_REPORTS, RankLoad
 from pipeline import InvalidArgument
 from pipeline.network import Runtime, Scope, Workers, static_workers
 from pipeline.protocols.card import ModelDeploymentCard, ModelRuntimeConfig
-from pipeline.protocols.kv import KV_METRICS_TOPIC, ActiveLoad
-from pipeline.rx import BehaviorSubject, Subject
+from pipeline.protocols.kv import KV_METRICS_TOPIC, LOADS_EVERY_S, ActiveLoad
+from pipeline.rx import AnyIOScheduler, BehaviorSubject, Subject
 from pipeline.testing import ScriptedEngine
 
 NAME = "ns/comp/ep"
@@ -322,4 +322,21 @@ def test_the_watch_agrees_with_looking_at_everything_anew(reports: list[tuple[in
             if load.ranks and all(is_busy(rank, thresholds) for rank in load.ranks.values())
         }
         assert world.watch.busy() == expected
+    world.watch.close()
+
+
+async def test_a_busy_worker_whose_reports_stop_is_not_busy_until_it_reports_again() -> None:
+    """It may be free by now: the way of its reports is broken, not that of requests."""
+    world = World(decode(0.9))
+    async with AnyIOScheduler() as scheduler:
+        with world.loads.follow(world.reports, scheduler=scheduler):
+            for worker_id in (1, 2):
+                world.report(worker_id, kv_used_blocks=91)
+            assert world.watch.busy() == {1, 2}
+            for _ in range(2 * MISSING_REPORTS):
+                await anyio.sleep(LOADS_EVERY_S)
+                world.report(1, kv_used_blocks=91)
+            assert world.watch.busy() == {1}
+            world.report(2, kv_used_blocks=91)
+            assert world.watch.busy() == {1, 2}
     world.watch.close()

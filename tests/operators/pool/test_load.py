@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import pytest
 
 from operators import PushRouter
 from operators.pool import WorkerLoads, load_reports
-from operators.pool.load import LoadReport, RankLoad, WorkerLoad
+from operators.pool.load import MISSING_REPORTS, LoadReport, RankLoad, WorkerLoad
 from operators.pool.pickers import Uncounted
 from pipeline import AnyContext, Context
 from pipeline.network import Instance, Runtime, Scope, Workers, static_workers
 from pipeline.network.names import EndpointId
-from pipeline.protocols.kv import KV_METRICS_TOPIC, ActiveLoad
-from pipeline.rx import Subject
+from pipeline.protocols.kv import KV_METRICS_TOPIC, LOADS_EVERY_S, ActiveLoad
+from pipeline.rx import AnyIOScheduler, Subject
 from pipeline.testing import ScriptedEngine
 
 from .worlds import Changing, send_to
@@ -180,3 +181,31 @@ def test_a_subscribers_error_stays_its_own(caplog: pytest.LogCaptureFixture) -> 
         reports.on_next(ActiveLoad(1, dp_rank, kv_used_blocks=4))
     assert seen == [0, 1]
     assert [record.getMessage() for record in caplog.records] == ["a subscriber failed"] * 2
+
+
+async def test_a_report_that_is_not_repeated_is_forgotten_and_one_that_is_stays() -> None:
+    loads, reports, seen = WorkerLoads(pool(1, 2)), Subject[ActiveLoad](), list[LoadReport]()
+    loads.reports().subscribe(seen.append)
+    async with AnyIOScheduler() as scheduler:
+        following = loads.follow(reports, scheduler=scheduler)
+        for worker_id, dp_rank in ((1, 0), (1, 1), (2, 0)):
+            reports.on_next(ActiveLoad(worker_id, dp_rank, kv_used_blocks=4))
+        for _ in range(2 * MISSING_REPORTS):
+            await anyio.sleep(LOADS_EVERY_S)
+            reports.on_next(ActiveLoad(1, 1, kv_used_blocks=4))
+        assert [dict(load.ranks) for load in loads.current().values()] == [{1: RankLoad(kv_used_blocks=4)}, {}]
+        assert [(one.instance_id, one.dp_rank) for one in seen if one.dp_rank not in one.ranks] == [(1, 0), (2, 0)]
+        reports.on_next(ActiveLoad(2, kv_used_blocks=5))
+        assert dict(loads.current()[2].ranks) == {0: RankLoad(kv_used_blocks=5)}
+        following.dispose()
+        await anyio.sleep(10 * MISSING_REPORTS * LOADS_EVERY_S)
+        assert loads.current()[2].ranks
+    assert not reports.observers
+
+
+async def test_without_a_scheduler_a_report_stays() -> None:
+    loads, reports = WorkerLoads(pool(1)), Subject[ActiveLoad]()
+    with loads.follow(reports):
+        reports.on_next(ActiveLoad(1, kv_used_blocks=4))
+        await anyio.sleep(10 * MISSING_REPORTS * LOADS_EVERY_S)
+        assert loads.current()[1].ranks

@@ -14,6 +14,7 @@ from operators.pool.load import RankLoad, is_idle
 from operators.pool.push_router import RouterMode
 from pipeline import CannotConnect, Context, Unavailable, WorkerOverloaded
 from pipeline.network import Runtime, Workers, static_workers
+from pipeline.protocols import PreprocessedRequest, RoutingHints
 from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.protocols.kv import ActiveLoad
 from pipeline.rx import BehaviorSubject, Subject
@@ -72,6 +73,22 @@ async def test_all_busy_is_not_the_same_as_an_empty_pool(mode: RouterMode) -> No
         with pytest.raises(AllBusy):
             engine.select_worker(Context(None), advances=advances)
     assert engines[1].requests == engines[2].requests == []
+
+
+@pytest.mark.parametrize("mode", PICKING_MODES)
+async def test_a_request_that_allows_some_workers_goes_to_none_other(mode: RouterMode) -> None:
+    busy = BehaviorSubject[AbstractSet[int]](set())
+    engine = PushRouter(pool(answering(1, 2, 3)), mode, busy=busy)
+    some = PreprocessedRequest([1], routing=RoutingHints(allowed_worker_ids={2, 3, 9}))
+    assert {await answerer(engine, some) for _ in range(40)} == {2, 3}
+    busy.on_next({3})
+    assert {await answerer(engine, some) for _ in range(10)} == {2}
+    busy.on_next({2, 3})
+    with pytest.raises(AllBusy, match=f"all workers of endpoint {NAME} that the request allows are busy"):
+        await answerer(engine, some)
+    assert await answerer(engine, PreprocessedRequest([1])) == 1
+    with pytest.raises(Unavailable, match=r"no instance of endpoint .* that the request allows can take it"):
+        await answerer(engine, PreprocessedRequest([1], routing=RoutingHints(allowed_worker_ids={9})))
 
 
 async def test_an_instance_may_be_busy_before_it_is_there() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from random import Random
 from typing import Any
 
 import anyio
@@ -10,13 +11,18 @@ import pytest
 
 from operators import Migration, PrefillError, PrefillRouter, PushPrefill, PushRouter
 from pipeline import (
+    Annotated,
+    AsyncEngine,
+    CannotConnect,
     Context,
     Disconnected,
+    ResponseStream,
     Unavailable,
 )
+from pipeline.errors import TransferFailed, chain
 from pipeline.llm import track_request
 from pipeline.network import static_workers
-from pipeline.protocols import RequestPhase
+from pipeline.protocols import RequestPhase, RoutingHints
 from pipeline.rx import AnyIOScheduler
 from pipeline.testing import Fail, Faults, ScriptedEngine, Stall, Wait
 
@@ -202,6 +208,92 @@ async def test_a_decode_that_breaks_goes_on_with_a_prefill_of_its_own(mode: Mode
         assert [len(decode.payload.token_ids) for decode in it.decodes] == [8, 9]
         assert it.router.prefills == (1 if meets else 0)
         await anyio.sleep(61)
+        it.assert_idle()
+
+
+@pytest.mark.parametrize("mode", ["kv", "round_robin"])
+async def test_a_request_whose_only_prefill_worker_is_lost_is_computed_where_it_decodes(mode: Mode) -> None:
+    async with prefill_world(mode, workers=(1,)) as it:
+        it.engines[1]._fails = ERROR
+        request = prompt(tracker=(tracker := track_request(lambda: 0)))
+        items = await (await (Migration(2) >> it.graph).generate(Context(request))).collect()
+        assert (len(items), len(it.prefills), len(it.decodes)) == (3, 1, 1)
+        assert it.decodes[0].payload.prefill_result is None
+        assert tracker.phase is RequestPhase.AGGREGATED
+        it.assert_idle()
+
+
+@pytest.mark.parametrize("mode", ["kv", "round_robin"])
+@pytest.mark.parametrize("how", ["enforced", "pinned"])
+async def test_such_a_request_fails_where_it_may_not(how: str, mode: Mode) -> None:
+    pin = RoutingHints(prefill_worker_id=1) if how == "pinned" else None
+    async with prefill_world(mode, workers=(1,), enforce_disagg=how == "enforced") as it:
+        it.engines[1]._fails = ERROR
+        with pytest.raises(PrefillError):
+            await (Migration(2) >> it.graph).generate(Context(prompt(routing=pin)))
+        assert it.decodes == []
+        it.assert_idle()
+
+
+async def test_while_the_only_prefill_worker_cools_down_prompts_are_computed_where_they_decode() -> None:
+    async with prefill_world("round_robin", workers=(1,)) as it:
+        it.engines[1]._fails = CannotConnect("gone")
+        with pytest.raises(PrefillError):
+            await it.collect()
+        it.engines[1]._fails = None
+        assert (len(await it.collect()), len(it.prefills)) == (3, 1)
+        await anyio.sleep(6)
+        assert (len(await it.collect()), len(it.prefills)) == (3, 2)
+        it.assert_idle()
+
+
+@pytest.mark.parametrize("in_stream", [False, True])
+@pytest.mark.parametrize("workers", [(1,), (1, 2)])
+async def test_a_failed_transfer_is_not_held_against_decode_and_not_repeated(
+    workers: tuple[int, ...], in_stream: bool
+) -> None:
+    script = [Annotated[Any].from_error(TransferFailed("none came"))] if in_stream else [Fail(TransferFailed("none"))]
+    decode = ScriptedEngine(script)
+    async with prefill_world("round_robin", workers=workers) as it:
+        found: list[bool] = []
+
+        class Decodes(AsyncEngine[Any, Any]):
+            """Fails with blocks of worker 1, and goes on without, or with others'."""
+
+            async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
+                has_blocks = request.payload.prefill_result is not None
+                found.append(has_blocks)
+                fails = has_blocks and request.payload.routing.prefill_worker_id == 1
+                return await (decode if fails else it.decode).generate(request)
+
+        push = PushRouter(static_workers({11: Decodes()}), rng=Random(1))
+        graph = Migration(2) >> it.router >> push
+        for _ in range(2):  # whichever prefill worker has the turn
+            assert len(await (await graph.generate(Context(prompt()))).collect()) == 3
+        assert found.count(True) == len(decode.requests) + (1 if len(workers) > 1 else 0) * 2
+        assert found.count(False) == (2 if workers == (1,) else 0)
+        assert decode.requests
+        it.assert_idle()
+
+
+async def test_a_failed_transfer_between_the_only_two_is_the_callers_where_both_are_needed() -> None:
+    decode = ScriptedEngine([Fail(TransferFailed("none came"))])
+    async with prefill_world("round_robin", workers=(1,), enforce_disagg=True) as it:
+        graph = Migration(2) >> it.router >> PushRouter(static_workers({11: decode}))
+        with pytest.raises(TransferFailed, match="none came") as caught:
+            await (await graph.generate(Context(prompt()))).collect()
+        assert "this request has failed on 1" in " ".join(map(str, chain(caught.value)))
+        assert (len(it.prefills), len(decode.requests)) == (1, 1)
+        it.assert_idle()
+
+
+async def test_a_failed_transfer_is_tried_with_another_decode_worker_first() -> None:
+    broken, good = ScriptedEngine([Fail(TransferFailed("none came"))]), ScriptedEngine(tokens(1, 1))
+    async with prefill_world("round_robin", workers=(1,), enforce_disagg=True) as it:
+        graph = Migration(2) >> it.router >> PushRouter(static_workers({11: broken, 12: good}))
+        for _ in range(2):
+            assert len(await (await graph.generate(Context(prompt()))).collect()) == 2
+        assert (len(it.prefills), len(broken.requests), len(good.requests)) == (4, 2, 2)
         it.assert_idle()
 
 

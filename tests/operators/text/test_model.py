@@ -63,6 +63,38 @@ def test_a_template_for_tools_is_found_by_its_name(folder: Folder) -> None:
     assert template.render(USER, tools=[{"name": "f"}]) == "T"
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {
+            "tokenizer_config__json": {
+                "chat_template": {"default": "D{{ bos_token }}", "tool_use": "T"},
+                "bos_token": "<|x|>",
+            }
+        },
+        {"chat_template__jinja": "J{{ eos_token }}", "tokenizer_config__json": {"eos_token": "<|end|>"}},
+        {"config__json": {"eos_token_id": 9, "max_position_embeddings": 4096}},
+    ],
+)
+def test_a_model_that_is_written_is_read_as_the_same(folder: Folder, tmp_path: Path, files: dict[str, Any]) -> None:
+    model = Model.from_folder(folder(**files))
+    (written := tmp_path / "written").mkdir()
+    model.write_folder(written)
+    again = Model.from_folder(written, model.name)
+    assert (again.eos_token_ids, again.context_length) == (model.eos_token_ids, model.context_length)
+    assert again.tokenizer.encode("hello world") == model.tokenizer.encode("hello world")
+    assert (again.chat_template is None) == (model.chat_template is None)
+    if model.chat_template is not None and again.chat_template is not None:
+        for tools in (None, [{"x": 1}]):
+            assert again.chat_template.render(USER, tools=tools) == model.chat_template.render(USER, tools=tools)
+
+
+def test_the_built_in_model_has_no_files_to_write(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="has no file"):
+        Model.byte_level().write_folder(tmp_path)
+
+
 def test_templates_are_given_the_time_of_day(folder: Folder) -> None:
     path = folder(chat_template__jinja="{{ strftime_now('%Y') }}")
     template = Model.from_folder(path, now=lambda: datetime(2031, 1, 1, tzinfo=UTC)).chat_template

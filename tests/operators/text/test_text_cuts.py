@@ -94,7 +94,7 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", SPLITS)
-@settings(max_examples=400)
+@settings(max_examples=4 * settings().max_examples)
 @given(text=TEXTS)
 @example(text="ab, cd'LL  12 345\n\n x\r\n日本、日本 it's a  <tool call> b [pad]  c x word y" * 3)
 def test_the_tokens_of_the_pieces_are_those_of_the_text(name: str, text: str) -> None:

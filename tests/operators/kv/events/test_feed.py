@@ -117,6 +117,25 @@ async def test_events_that_arrive_during_a_repair_follow_it() -> None:
         assert len(workers.requests) == 1
 
 
+async def test_a_reported_loss_of_a_publisher_queries_its_ranks_and_those_without_a_known_one() -> None:
+    ranks = [WorkerRank(worker_id) for worker_id in (1, 2, 3)]
+    workers, feed = begun(*ranks)
+    async with running(feed):
+        await anyio.sleep(2)
+        for rank in ranks[:2]:
+            feed.receive(workers.logs[rank].record(root(1)), publisher_id=10 * rank.worker_id)
+        for rank in ranks:
+            workers.logs[rank].record(root(2))
+        workers.requests.clear()
+        feed.recheck(10)
+        await anyio.sleep(2)
+        assert sorted(workers.requests) == [(ranks[0], 2), (ranks[2], 1)]
+        assert held(feed, 2) == [ranks[0], ranks[2]]
+        feed.recheck()
+        await anyio.sleep(2)
+        assert held(feed, 2) == ranks
+
+
 async def test_a_gap_is_queried_and_the_state_stays_meanwhile() -> None:
     workers, feed = begun(RANK)
     log = workers.logs[RANK]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from random import Random
 from typing import Any
 
 import anyio
@@ -12,7 +10,7 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from operators.kv import KvRouter, KvRouterConfig, kv_router
+from operators.kv import KvRouterConfig, kv_router
 from operators.kv.load import (
     ACTIVE_SEQUENCES_TOPIC,
     BATCH_EVENTS,
@@ -22,54 +20,18 @@ from operators.kv.load import (
     ReplicaSync,
     SequenceLoad,
 )
-from operators.kv.prompt import PromptBlocks
 from operators.kv.queue import PolicyClass, PolicyProfile
-from operators.kv.request import RouteRequest
 from operators.kv.reservation import Reservation
 from operators.kv.types import WorkerRank
 from pipeline import InvalidArgument
-from pipeline.network import Event, EventPlane, Runtime, Scope, static_workers
+from pipeline.network import Event, Runtime, Scope, static_workers
 from pipeline.network.events import Publisher
 from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.testing import ScriptedEngine
+from tests.operators.kv.load.worlds import BLOCK, ENDPOINT, WORKERS, pair, placed, prompt, router_of, view
 from tests.operators.kv.worlds import published
 
-BLOCK = 4
-ENDPOINT = "ns/workers/generate"
-WORKERS = (1, 2, 3)
 ONE_AT_A_TIME = PolicyProfile.single(PolicyClass(prefill_busy_threshold=0))
-
-
-def router_of(peers: ReplicaSync | None, worker_ids: Sequence[int] = WORKERS, **given: Any) -> KvRouter:
-    config = KvRouterConfig(router_replica_sync=peers is not None, overlap_score_credit=0.0, **given.pop("config", {}))
-    pool = static_workers({worker_id: ScriptedEngine([]) for worker_id in worker_ids})
-    return kv_router(pool, config, block_size_tokens=BLOCK, peers=peers, rng=Random(1), **given)
-
-
-def pair(events: EventPlane, **given: Any) -> tuple[KvRouter, KvRouter]:
-    one, other = (router_of(ReplicaSync(events, ENDPOINT), **given) for _ in range(2))
-    return one, other
-
-
-def prompt(count: int = 8, *, first: int = 0, **given: Any) -> RouteRequest:
-    return RouteRequest(blocks=PromptBlocks(list(range(first, first + count)), BLOCK), **given)
-
-
-async def placed(router: KvRouter, request: RouteRequest, request_id: str) -> Reservation:
-    return await router.reserve(request, request_id=request_id)
-
-
-def view(router: KvRouter, *, with_blocks: bool = True) -> list[tuple[int, ...]]:
-    """What the router believes its workers have to do, with another prompt added."""
-    return [
-        (
-            load.worker_id,
-            load.potential_prefill_tokens,
-            load.potential_decode_blocks if with_blocks else 0,
-            load.active_requests,
-        )
-        for load in router.potential_loads(prompt().blocks)
-    ]
 
 
 async def settled() -> None:
@@ -92,7 +54,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-@settings(max_examples=60)
+@settings(max_examples=3 * settings().max_examples // 5)
 async def test_two_routers_see_the_same_loads_and_choose_like_one(script: list[tuple[str, int, int, int]]) -> None:
     """A third router gets every event by hand. Output is not published: blocks are compared where there is none."""
     config = {"router_prefill_load_model": "aic", "router_queue_threshold": None}

@@ -163,7 +163,7 @@ class World:
         return self.log, self.ended
 
 
-@settings(max_examples=30)
+@settings(max_examples=settings().max_examples // 3)
 @given(st.integers(0, 2**32))
 async def test_the_same_requests_go_in_the_same_order_as_by_a_plain_scan(seed: int) -> None:
     expected = await World(plain=True, seed=seed).live(120)
