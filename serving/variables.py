@@ -19,20 +19,23 @@ from pipeline.settings import Problem, Variable, from_environment, settings_of
 
 from .deployment import IGNORE_UNSUPPORTED, METRICS_PREFIX, SESSION_TTL, SILENCE
 from .http import HEALTH_PATH, LIVE_PATH, STATUS_PORT, HttpOptions
-from .server import GRACE
+from .server import GRACE, HAND_OVER
+from .settings import RUNTIME_TOKEN
+from .socket import PORT_SHARES
 
 RECORDS: tuple[type[Any], ...] = (HttpOptions, ShutdownTimes, IdleProbeSettings)
 """Records of settings with variables and without options."""
 VARIABLES: tuple[Variable[Any], ...] = (
-    *(GRACE, SILENCE, IGNORE_UNSUPPORTED, METRICS_PREFIX, OVERLOAD_STATUS, COOLDOWN, DEVICE_RATIO),
+    *(GRACE, HAND_OVER, SILENCE, IGNORE_UNSUPPORTED, METRICS_PREFIX, OVERLOAD_STATUS, COOLDOWN, DEVICE_RATIO),
     *(SESSION_TTL, ACTIVE_REQUEST_EXPIRY, OVERLAP_REFRESH_AFTER),
     *(STATUS_PORT, HEALTH_PATH, LIVE_PATH, STARTING_HEALTH, PAYLOAD, STABLE_ROUTING_ID),
 )
 """Variables that are no field of a record."""
-SECRETS = ("PENSTOCK_API_KEYS", "PENSTOCK_API_KEY", "PENSTOCK_UPSTREAM_API_KEY", PAYLOAD.name)
+SECRETS = ("PENSTOCK_API_KEYS", "PENSTOCK_API_KEY", "PENSTOCK_UPSTREAM_API_KEY", RUNTIME_TOKEN, PAYLOAD.name)
 """Names of variables that may hold secrets."""
 OTHERS = (
     *SECRETS,
+    PORT_SHARES,
     *("DYN_TOKENIZER", "DYN_TOKENIZER_FALLBACK"),  # of the runtime config of a card, for engines that want them
 )
 """Names of variables that are read elsewhere."""

@@ -12,7 +12,7 @@ import pytest
 from pipeline.settings import Setting, settings_of
 from serving.access import ALL_PRIVILEGES, ApiKey
 from serving.cli import commands
-from serving.server_options import AccessOptions
+from serving.settings import AccessOptions
 
 PAGE = (Path(__file__).parents[1] / "docs" / "security.md").read_text(encoding="utf-8")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")

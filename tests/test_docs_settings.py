@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 from operators.kv import KvRouterConfig  # noqa: E402
 from pipeline.settings import Setting, settings_of  # noqa: E402
 from serving.cli import GROUPS, commands  # noqa: E402
-from serving.cli.sources import as_text  # noqa: E402
+from serving.settings import as_text  # noqa: E402
 from serving.variables import RECORDS, VARIABLES  # noqa: E402
 
 INTRODUCTION = """# Settings
@@ -24,7 +24,7 @@ Every setting of the programs, made from the records that declare them. [Server]
 may be given, and which place comes first. The key in a settings file is the name of the option with underscores and
 without the leading hyphens: `--max-tools` is `max_tools`.
 """
-COMMANDS = ("serve", "worker", "graph", "replay", "replay sweep", "replay compare", "key new")
+COMMANDS = ("serve", "worker", "up", "status", "graph", "replay", "replay sweep", "replay compare", "key new")
 ROUTER = """
 ## Router kv
 

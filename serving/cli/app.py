@@ -1,4 +1,4 @@
-"""The commands `penstock serve`, `worker`, `graph` and `key`, and the program of all commands.
+"""The commands `penstock serve`, `worker`, `up`, `status`, `graph` and `key`, and the program of all commands.
 
 What a command needs is imported when it runs, so that help and mistakes are answered at once.
 """
@@ -6,73 +6,141 @@ What a command needs is imported when it runs, so that help and mistakes are ans
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from importlib.metadata import version
 
 from cyclopts import App
 
 from pipeline import InvalidArgument
 
-from ..server_options import ServerOptions
+from ..settings import (
+    DrawOptions,
+    EngineOptions,
+    FrontendOptions,
+    HostedEngine,
+    HostedUpstream,
+    KeyOptions,
+    LogLevelOption,
+    ModelOptions,
+    QuietLogOption,
+    RegisteredOptions,
+    RuntimeOptions,
+    ServedGraph,
+    ServerOptions,
+    Settled,
+    StatusOptions,
+    UpOptions,
+    WorkerOptions,
+    graph_config,
+)
 from ..terminal import echo
 from .commands import command, run_program
 from .effective import config_app
 from .help import PlainHelp
-from .options import (
-    DrawOptions,
-    HostedEngine,
-    KeyOptions,
-    LogLevelOption,
-    ModelOptions,
-    ServedGraph,
-    WorkerOptions,
-    engine_args_named,
-    graph_config,
-)
 from .replay import replay
-from .sources import Settled
-
-if TYPE_CHECKING:
-    from engines.worker import ProcessWatch
-
-    from ..deployment import GraphConfig
-    from ..program import Frontend
+from .started_programs import check_engines, check_of_workers, plan_of, routed, worker_values
 
 program = App(
     name="penstock",
     help="Typed, composable request pipelines in front of an inference engine.",
     help_format="plaintext",
     help_formatter=PlainHelp(),
-    version=lambda: _version(),
+    version=partial(version, "penstock"),
 )
 
 
 @command(program)
-def serve(graph: ServedGraph, server: ServerOptions, settled: Settled) -> None:
-    """Serve a model over the OpenAI API until interrupted."""
-    limits = {"request_limits": server.request_limits, "prompt_work": server.prompt_work}
-    config = graph.config(settled.environment, **limits)
-    from ..program import serve_graph, serve_watch
+def serve(
+    graph: ServedGraph, frontend: FrontendOptions, runtime: RuntimeOptions, server: ServerOptions, settled: Settled
+) -> None:
+    """Serve a model over the OpenAI API until interrupted; with --runtime those of its workers."""
+    environment, url = settled.environment, runtime.url
+    if url is not None:
+        check_of_workers(settled)
+    if frontend.processes > 1:
+        check_engines(graph, settled)
+        from ..up import run_up
 
-    _run_server(serve_graph, serve_watch, config, server, settled.environment)
+        workers = {} if url is not None else worker_values(graph, settled)
+        run_up(plan_of(settled, frontend.processes, url, **workers), server, environment)
+        return
+    if url is None:
+        config = graph.config(environment, **server.graph_fields())
+    else:
+        of_workers = routed(graph)
+        config = of_workers.config(environment, has_replicas=True, is_announced=True, **server.graph_fields())
+    from ..program import run_server, serve_graph, serve_watch
+    from .progress import loading_bar
+
+    loading = partial(loading_bar, sys.stderr)
+    joined = None if url is None else runtime
+    run_server(serve_graph, serve_watch, config, server, environment, loading, joined, frontend.namespace)
 
 
 @command(program)
 def worker(
-    engine: HostedEngine, model: ModelOptions, registered: WorkerOptions, server: ServerOptions, settled: Settled
+    engine: HostedEngine,
+    model: ModelOptions,
+    upstream: HostedUpstream,
+    registered: WorkerOptions,
+    runtime: RuntimeOptions,
+    server: ServerOptions,
+    settled: Settled,
 ) -> None:
-    """Host one engine as a worker, with an OpenAI server beside it, until interrupted."""
-    from engines import DisaggregationMode, WorkerConfig
+    """Host an engine, or servers, as workers until interrupted: of a runtime, or with an OpenAI server beside it."""
+    environment = settled.environment
+    servers = upstream.config(environment)
+    if servers is None:
+        engine.checked()
+    elif engine.engine:
+        raise InvalidArgument("stands in the place of an engine: give one of both", field="upstream")
+    elif runtime.url is None:
+        raise InvalidArgument("goes with --runtime; without one it is an option of `penstock serve`", field="upstream")
+    fields = {"worker": registered.config(), **model.graph_fields(), **server.graph_fields()}
+    config = graph_config(engine if servers is None else EngineOptions(), environment, upstream=servers, **fields)
+    from ..program import run_server, run_worker
+    from ..worker_program import host_announced_worker, host_upstream_workers, host_worker, worker_watch
+    from .progress import loading_bar
 
-    mode = DisaggregationMode.parse(registered.disaggregation_mode)
-    hosted = WorkerConfig(disaggregation_mode=mode, **registered.worker_fields())
-    limits = {"request_limits": server.request_limits, "prompt_work": server.prompt_work}
-    config = graph_config(engine, settled.environment, worker=hosted, **model.graph_fields(), **limits)
-    from ..program import host_worker, worker_watch
+    loading = partial(loading_bar, sys.stderr)
+    if runtime.url is None:
+        run_server(host_worker, worker_watch, config, server, environment, loading)
+        return
+    host = host_announced_worker if servers is None else host_upstream_workers
+    run_worker(host, worker_watch(environment), config, server, environment, loading, runtime)
 
-    _run_server(host_worker, worker_watch, config, server, settled.environment)
+
+@command(program)
+def up(
+    graph: ServedGraph,
+    processes: UpOptions,
+    registered: RegisteredOptions,
+    runtime: RuntimeOptions,
+    server: ServerOptions,
+    settled: Settled,
+) -> None:
+    """Run workers and front ends on this machine, each in a process of its own, until interrupted."""
+    check_engines(graph, settled)
+    from ..up import run_up
+
+    values = worker_values(graph, settled)
+    run_up(plan_of(settled, processes.frontends, runtime.url, processes.broker, **values), server, settled.environment)
+
+
+@command(program)
+def status(shown: StatusOptions, runtime: RuntimeOptions, log: QuietLogOption, settled: Settled) -> None:
+    """Show the workers and front ends of a runtime: roles, models, streams, loads and caches."""
+    if runtime.url is None:
+        raise InvalidArgument("is needed", field="runtime")
+    from ..runtimes import runtime_of
+    from ..server import run
+    from ..status import show_status
+
+    async def main() -> None:
+        opened = runtime_of(runtime, settled.environment)
+        await show_status(opened, watch=shown.watch, as_json=shown.json, wait_s=shown.wait_s)
+
+    run(main)
 
 
 @command(program)
@@ -85,69 +153,25 @@ def graph(draw: DrawOptions, graph: ServedGraph, log: LogLevelOption, settled: S
     run(partial(draw_graph, config, draw.form, settled.environment))
 
 
-def _run_server(
-    main: Callable[[Frontend], Awaitable[None]],
-    watch_of: Callable[[Mapping[str, str]], ProcessWatch],
-    config: GraphConfig,
-    server: ServerOptions,
-    environment: Mapping[str, str],
-) -> None:
-    """Run a program that serves on the address, watched to its end. Raise what keeps it from serving."""
-    from ..program import Frontend
-    from ..server import listen, run
-    from ..trace_export import exporting
-    from .progress import loading_bar
-
-    with ExitStack() as opening:
-        tracer = opening.enter_context(exporting(environment))
-        listener = opening.enter_context(listen(server.listen.host, server.listen.port))
-        opened = opening.pop_all()
-    watch = watch_of(environment)
-    watch.start()
-    try:
-        with opened, engine_args_named(config):
-            show = partial(loading_bar, sys.stderr)
-            run(lambda: main(Frontend(config, listener, environment, watch, server, tracer, show)))
-    finally:
-        watch.over()  # a thread that an engine left behind may still hold up the end
-
-
 keys = App(name="key", help="Make API keys for --api-keys.")
 
 
 @command(keys)
 def new(key: KeyOptions) -> None:
     """Print the table of a fresh key for the file; the key itself goes to standard error, this once."""
-    from ..access import new_key
+    from ..access import new_key, table_of
 
     made = new_key()
-    echo(_table(key.name, made))
+    echo(table_of(key.name, made))
     echo(made, err=True)
 
 
 @command(keys, "hash")
 def hash_key(key: KeyOptions) -> None:
     """Print the table of a key of your own, read from standard input: a list of processes would show an option."""
-    echo(_table(key.name, sys.stdin.readline().strip()))
+    from ..access import table_of
 
-
-def _table(name: str, made: str) -> str:
-    """Return the table for the file. Raise InvalidArgument for a name or key that cannot be."""
-    from pipeline.protocols.field_rules import InvalidRecord
-
-    from ..access import ApiKey, hash_of
-
-    try:
-        checked = ApiKey(name=name, hash=hash_of(made))
-    except InvalidRecord as error:
-        raise InvalidArgument(str(error), field="name") from error
-    return f'[[key]]\nname = "{checked.name}"\nhash = "{checked.hash}"'
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("penstock")
+    echo(table_of(key.name, sys.stdin.readline().strip()))
 
 
 program.command(replay)

@@ -4,9 +4,9 @@
     def graph(draw: DrawOptions, model: ModelOptions, engine: EngineOptions) -> None: ...
 
 gives `penstock graph` an option for each field of the three records; a parameter may also be a record of such records.
-What cyclopts has parsed is joined with the environment and the settings file by `sources`; the function then gets the
-records. What it raises of the errors of this project, or of the system, ends the program with a line that names the
-option to change.
+What cyclopts has parsed is joined with the environment and the settings file by `serving.settings`; the function then
+gets the records. What it raises of the errors of this project, or of the system, ends the program with a line that
+names the option to change.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from attrs import frozen
 from cyclopts import App, CycloptsError, Group, Parameter
 
 from pipeline import InvalidArgument, PenstockError
-from pipeline.settings import Setting, kinds_of, setting, settings_of
+from pipeline.settings import Setting, kinds_of, settings_of
 
 from ..failure_report import report
 from ..log_format import log_to_stderr
+from ..settings import ConfigOption, Settled, Sources, WrongSettings, as_text, parts_of, settle
 from ..terminal import echo
-from .sources import Settled, Sources, WrongSettings, as_text, parts_of, settle
 
 Function = TypeVar("Function", bound=Callable[..., "int | None"])
 Records = Mapping[str, type[Any]]
@@ -42,6 +42,7 @@ GROUPS = (
         "Upstream",
         "Graph",
         "Worker",
+        "Runtime",
         "Server",
         "Load",
         "Sweep",
@@ -49,26 +50,18 @@ GROUPS = (
         "Report",
         "Options",
         "Logging",
-        "Access",
     ),
-    "Limits",
+    *("Access", "Limits"),
 )
 """The parts of the help in their order."""
 
 ABORTED_EXIT = 1
 USAGE_EXIT = 2
+INTERRUPTED_EXIT = 130
+"""As shells give it."""
 
 _FIELDS = {"vocabulary": "live_ids"}
 """Fields of errors that no option is named after -> the setting behind them."""
-
-
-@frozen
-class ConfigOption:
-    """The settings file."""
-
-    config: Path | None = setting(
-        None, "Settings as TOML, under the names of options; variables come before them.", metavar="FILE"
-    )
 
 
 @frozen
@@ -137,12 +130,12 @@ def command(app: App, name: str | None = None, **how: Any) -> Callable[[Function
         records = {n: hints[n] for n in parameters if hints[n] is not Settled}
         made = Command(function, records)
         flat = flattened(made, made.run)
-        if name == "":
-            app.default(flat, **how)
-            commands[_own_name(app)] = made
+        called = function.__name__ if name is None else name
+        if called:
+            app.command(flat, name=called, **how)
         else:
-            app.command(flat, name=name or function.__name__, **how)
-            commands[f"{_own_name(app)} {name or function.__name__}".strip()] = made
+            app.default(flat, **how)
+        commands[f"{_own_name(app)} {called}".strip()] = made
         return function
 
     return add

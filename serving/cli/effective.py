@@ -16,12 +16,11 @@ from cyclopts import App
 
 from pipeline.settings import settings_of
 
+from ..settings import ENVIRONMENT_TABLE, EngineOptions, Settled
 from ..terminal import echo
 from .commands import Command, check_variables, commands, flattened
-from .options import EngineOptions
-from .sources import ENVIRONMENT_TABLE, Settled
 
-_SHOWN = ("serve", "worker", "graph", "replay", "replay sweep")
+_SHOWN = ("serve", "worker", "up", "graph", "replay", "replay sweep")
 
 
 def config_app() -> App:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import count
 from threading import Lock
 from typing import Any, TextIO
@@ -16,14 +15,13 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     Task,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.text import Text
 
-from engines.torch import LoadingProgress, ReportProgress
+from engines.torch import ReportProgress
 
 
 @contextmanager
@@ -32,7 +30,8 @@ def progress(total: int, file: TextIO) -> Iterator[Callable[[int], object]]:
 
     There is no bar in a file that is not a terminal.
     """
-    with _bar(file, total=total) as update:
+    with _bar(file, *_columns(), total=total) as update:
+        update()
         yield lambda ended: update(completed=ended)
 
 
@@ -40,7 +39,8 @@ def progress(total: int, file: TextIO) -> Iterator[Callable[[int], object]]:
 def sweep_progress(runs: int, file: TextIO) -> Iterator[tuple[Callable[[int, int], object], Callable[[], object]]]:
     """Show a bar as `progress` does; give the functions that report ended requests of a total, and an ended run."""
     done = count(1)
-    with _bar(file, TextColumn("{task.fields[done]}/{task.fields[runs]} runs"), done=0, runs=runs) as update:
+    with _bar(file, TextColumn(f"{{task.fields[done]}}/{runs} runs"), *_columns(), done=0) as update:
+        update()
         yield lambda ended, of: update(completed=ended, total=of), lambda: update(done=next(done))
 
 
@@ -50,53 +50,41 @@ def loading_bar(file: TextIO) -> Iterator[ReportProgress]:
 
     There is no bar in a file that is not a terminal.
     """
-    if not file.isatty():
-        yield lambda progress: None
-        return
-    loading = _LoadingBar(file)
-    try:
-        yield loading.report
-    finally:
-        loading.end()
+    step = TextColumn("Loading the model: {task.description}")
+    with _bar(file, step, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as update:
+        yield lambda loading: update(description=loading.step, completed=loading.done, total=loading.total or None)
 
 
-class _LoadingBar:
-    """The bar of `loading_bar`; the lock keeps a late report from starting it again."""
-
-    def __init__(self, file: TextIO) -> None:
-        columns = (TextColumn("Loading the model: {task.description}"), BarColumn(), MofNCompleteColumn())
-        self._bar = Progress(*columns, TimeElapsedColumn(), console=Console(file=file), transient=True)
-        self._task: TaskID | None = None
-        self._has_ended = False
-        self._lock = Lock()
-
-    def report(self, progress: LoadingProgress) -> None:
-        total = progress.total or None
-        with self._lock:
-            if self._has_ended:
-                return
-            if self._task is None:
-                self._task = self._bar.add_task(progress.step, total=total)
-                self._bar.start()
-            self._bar.update(self._task, description=progress.step, completed=progress.done, total=total)
-
-    def end(self) -> None:
-        with self._lock:
-            self._has_ended = True
-            if self._task is not None:
-                self._bar.stop()
+def _columns() -> tuple[ProgressColumn, ...]:
+    return BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn()
 
 
 @contextmanager
 def _bar(
-    file: TextIO, *first: ProgressColumn, total: int | None = None, **fields: Any
+    file: TextIO, *columns: ProgressColumn, total: int | None = None, **fields: Any
 ) -> Iterator[Callable[..., object]]:
+    """Give the function that changes a bar, shown from its first call until the block ends; later calls do nothing."""
     if not file.isatty():
         yield lambda **changed: None
         return
-    columns = (*first, BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=file), transient=True) as bar:
-        yield partial(bar.update, bar.add_task("", total=total, **fields))
+    bar = Progress(*columns, console=Console(file=file), transient=True)
+    task = bar.add_task("", start=False, total=total, **fields)
+    lock, is_over = Lock(), False
+
+    def update(**changed: Any) -> None:
+        with lock:
+            if not is_over:
+                bar.start()
+                bar.start_task(task)
+                bar.update(task, **changed)
+
+    try:
+        yield update
+    finally:
+        with lock:
+            is_over = True
+        if bar.live.is_started:
+            bar.stop()
 
 
 class _Rate(ProgressColumn):

@@ -7,30 +7,29 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-import attrs
+from typing import Any
 
 from pipeline import InvalidArgument
 from pipeline.protocols.limits import BusyThresholds
 
+from ..settings import (
+    GoodputOptions,
+    LoadOptions,
+    MockerOptions,
+    QuietLogOption,
+    RoutingOptions,
+    RunOptions,
+    Settled,
+    SweepPool,
+    SweepReportOptions,
+    check_files,
+)
 from ..terminal import echo
-from .loads import INTERRUPTED_EXIT, check_files, synthetic_of, trace_of
-from .options import MockerOptions, QuietLogOption, RoutingOptions, SweepPool
-from .replay_options import GoodputOptions, LoadOptions, RunOptions, SweepReportOptions
-from .sources import Settled
-
-if TYPE_CHECKING:
-    from ..replay import SyntheticLoad
+from .commands import INTERRUPTED_EXIT
 
 SWEEP_EXAMPLE = (
     "Example: penstock replay sweep TRACE --router kv --workers 4 --workers 8 --vary router_temperature=0,0.5"
 )
-
-_CALLED = {"requests": "request_count"}
-"""Options with another name than the field that they set."""
-_DEFAULTS: dict[str, Sequence[Any]] = {"router": ["round-robin"], "workers": [1]}
 
 
 def sweep(
@@ -51,13 +50,15 @@ def sweep(
     from ..variables import of_graphs
     from .progress import sweep_progress
 
-    _check_files(report)
-    axes = _axes_of(pool)
+    if report.per_request and report.reports is None:
+        raise InvalidArgument("needs --reports DIR, whose reports have them", field="per_request")
+    check_files(report)
+    axes = pool.axes()
     base = routing.graph_fields("kv" if "kv" in axes["router"] else "round-robin", busy, settled.environment)
     base |= {"router": axes["router"][0], "workers": 1, "seed": pool.seed}
     base |= {"engine": engine.engine, "engine_args": engine.engine_args}
-    trace = trace_of(load)
-    synthetic = _synthetic(load, pool.seed, axes) if trace is None else None
+    trace = load.recorded()
+    synthetic = load.synthetic(pool.seed, axes) if trace is None else None
     runs = sweep_runs(base, axes, speed_up=load.speed_up, concurrency=load.concurrency, load=synthetic)
     results: list[Any] = []
     code = 0
@@ -101,51 +102,3 @@ def sweep(
 
         report.html.write_text(sweep_page(done), encoding="utf-8")
     return code or int(any(result.problem is not None for result in results))
-
-
-def _check_files(report: SweepReportOptions) -> None:
-    """Raise InvalidArgument for a place where nothing can be written, and for single requests without a folder."""
-    folder = report.reports
-    if report.per_request and folder is None:
-        raise InvalidArgument("needs --reports DIR, whose reports have them", field="per_request")
-    check_files(json=report.json, html=report.html)
-    if folder is not None and folder.exists() and not folder.is_dir():
-        raise InvalidArgument(f"{folder} is no folder", field="reports")
-    if folder is not None and not folder.absolute().parent.is_dir():
-        raise InvalidArgument(f"{folder} is in no folder that is there", field="reports")
-
-
-def _axes_of(pool: SweepPool) -> dict[str, Sequence[Any]]:
-    """Return the values that vary, by name: routers first, then workers, then the others in the order of the options.
-
-    Raise InvalidArgument for a text that is not NAME=VALUE,VALUE and for a name that is given twice.
-    """
-    axes: dict[str, Sequence[Any]] = {}
-    given: dict[str, Sequence[Any]] = {"router": list(pool.router), "workers": list(pool.workers)}
-    for text in pool.vary:
-        name, equals, values = text.partition("=")
-        name = name.strip().replace("-", "_")
-        name = _CALLED.get(name, name)
-        if not (name and equals):
-            raise InvalidArgument(f"expected NAME=VALUE,VALUE, got {text!r}", field="vary")
-        if name in axes or given.get(name):
-            raise InvalidArgument("is given twice", field=f"vary.{name}")
-        axes[name] = [value.strip() for value in values.split(",")]
-        if not all(axes[name]):
-            raise InvalidArgument(f"a value is empty in {text!r}", field=f"vary.{name}")
-    return {name: values or axes.get(name) or _DEFAULTS[name] for name, values in given.items()} | {
-        name: values for name, values in axes.items() if name not in given
-    }
-
-
-def _synthetic(options: LoadOptions, seed: int, axes: Mapping[str, Sequence[Any]]) -> SyntheticLoad:
-    """Return the synthetic load with the first value of each of its axes. Raise InvalidArgument."""
-    from ..deployment import converted
-    from ..replay import SyntheticLoad
-
-    names = {one.name for one in attrs.fields(SyntheticLoad)} - {"seed"}
-    try:
-        varied = converted(SyntheticLoad, {name: values[0] for name, values in axes.items() if name in names})
-    except InvalidArgument as error:
-        raise InvalidArgument(str(error), field=f"vary.{error.field}") from error
-    return synthetic_of(options, seed, **varied)

@@ -16,6 +16,7 @@ import anyio
 import pytest
 
 from engines.upstream import network
+from engines.upstream.transport import Http1Transport
 from serving.cli import progress as progress_bars
 from tests.serving.worlds import program
 
@@ -99,7 +100,9 @@ def test_every_byte_is_sent_at_once(loop: str) -> None:
     """The end of a request does not wait for the server to acknowledge its beginning."""
 
     async def has_no_delay() -> bool:
-        connection = await network()._pool._network_backend.connect_tcp("127.0.0.1", port)
+        transport = network()
+        assert isinstance(transport, Http1Transport)
+        connection = await transport._network.connect_tcp("127.0.0.1", port)
         try:
             found = connection.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         finally:

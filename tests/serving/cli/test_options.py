@@ -15,8 +15,8 @@ from pipeline import InvalidArgument
 from pipeline.protocols.limits import PromptWork, RequestLimits
 from pipeline.settings import at_least, setting, settings_of
 from serving.cli.commands import command, run_program
-from serving.cli.sources import Settled
 from serving.limits import HttpLimits
+from serving.settings import Settled
 
 DOCS = Path(__file__).parents[3] / "docs" / "server.md"
 ROW = re.compile(r"^\| `(\w+)` \| ([\d.]+) \| (.+) \|$", re.MULTILINE)

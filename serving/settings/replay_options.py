@@ -1,18 +1,28 @@
-"""The options of `penstock replay` and its commands as records; those that other commands share are in `options`."""
+"""The options of `penstock replay` and its commands as records; `graph_options` has those of other commands too."""
 
 from __future__ import annotations
 
+import importlib
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import attrs
 from attrs import frozen
 
-from pipeline.settings import ANY, above, at_least, setting
+from pipeline import InvalidArgument
+from pipeline.settings import ANY, above, at_least, setting, settings_of
 
 if TYPE_CHECKING:
-    from ..replay import Limits
+    from ..replay import Limits, SyntheticLoad, Trace
 
 _MADE_UP = "Synthetic load: "
+_SHAPE = ("input_tokens", "output_tokens", "turns", "arrival_interval_ms", "request_rate", "inter_turn_delay_ms")
+"""What shapes synthetic load only."""
+_PREFIXES = ("shared_prefix_ratio", "num_prefix_groups")
+"""What shapes synthetic load, and the prompts of a trace that has none of its own."""
+_IDS = re.compile(r"(\d{1,10})-(\d{1,10})")
 
 
 @frozen
@@ -70,18 +80,50 @@ class LoadOptions:
         """What a report calls the files of the trace; None for load that was made up."""
         return ", ".join(path.name for path in self.trace) or None
 
-    @property
-    def synthetic(self) -> dict[str, Any]:
-        """What is given that shapes synthetic load only, by name."""
-        return self._given(
-            *("input_tokens", "output_tokens", "turns"),
-            *("arrival_interval_ms", "request_rate", "inter_turn_delay_ms"),
-        )
+    def made(self, seed: int) -> Trace:
+        """Return the requests of the trace files, or synthetic ones. Raise InvalidArgument as the two below."""
+        trace = self.recorded()
+        return self.synthetic(seed).make() if trace is None else trace
 
-    @property
-    def prefixes(self) -> dict[str, Any]:
-        """What is given that shapes synthetic load, and the prompts of a trace that has none of its own."""
-        return self._given("shared_prefix_ratio", "num_prefix_groups")
+    def recorded(self) -> Trace | None:
+        """Return the first requests of the trace files, None if none is given.
+
+        Raise InvalidArgument for a file that is not a trace, and for options of the other kind of load.
+        """
+        if not self.trace:
+            for name, is_given in (("format", self.format != "mooncake"), ("skip_bad", self.skip_bad)):
+                if is_given:
+                    raise InvalidArgument("is for a TRACE, and there is none", field=name)
+            return None
+        if shape := self._given(*_SHAPE):
+            raise InvalidArgument("is for made up load, and there is a trace", field=next(iter(shape)))
+        from ..replay import first_requests, read_trace
+
+        how = {"trace_block_size": self.trace_block_size, "skip_bad": self.skip_bad, **self._given(*_PREFIXES)}
+        trace = read_trace(list(self.trace), self.format, **how)
+        return trace if self.requests is None else first_requests(trace, self.requests)
+
+    def synthetic(self, seed: int, axes: Mapping[str, Sequence[Any]] | None = None) -> SyntheticLoad:
+        """Return the synthetic load of this shape, with the first value of each of the axes that are of a load.
+
+        Raise InvalidArgument for one that cannot be, or lacks its size.
+        """
+        from ..deployment import converted
+        from ..replay import SyntheticLoad
+
+        shape = self._given("trace_block_size", *_SHAPE, *_PREFIXES)
+        if self.requests is not None:
+            shape["request_count"] = self.requests
+        names = {one.name for one in attrs.fields(SyntheticLoad)} - {"seed"}
+        first = {name: values[0] for name, values in (axes or {}).items() if name in names}
+        try:
+            shape |= converted(SyntheticLoad, first)
+        except InvalidArgument as error:
+            raise InvalidArgument(str(error), field=f"vary.{error.field}") from error
+        for name, field in (("input_tokens",) * 2, ("output_tokens",) * 2, ("request_count", "requests")):
+            if name not in shape:
+                raise InvalidArgument("is needed to make up load; or give a TRACE", field=field)
+        return SyntheticLoad(seed=seed, **shape)
 
     def _given(self, *names: str) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -189,3 +231,28 @@ class LiveOptions:
     live_timeout: float = setting(
         600.0, "With --live: seconds without an item after which a request has failed.", above(0), metavar="S"
     )
+
+    @property
+    def vocabulary(self) -> range:
+        """The token ids of `live_ids`. Raise InvalidArgument for a text that is not FIRST-LAST."""
+        found = _IDS.fullmatch(self.live_ids)
+        if found is None or int(found[1]) >= int(found[2]):
+            raise InvalidArgument(f"expected FIRST-LAST, such as 1000-31999, got {self.live_ids!r}", field="live_ids")
+        return range(int(found[1]), int(found[2]) + 1)
+
+
+def check_files(options: Any) -> None:
+    """Check the files and folders to write, by option, before the work and not after it.
+
+    Raise InvalidArgument for one that cannot be written, ModuleNotFoundError for a page if the extra for it is missing.
+    """
+    for name, known in settings_of(type(options)).items():
+        path = getattr(options, name)
+        if known.metavar not in ("FILE", "DIR") or path is None:
+            continue
+        if path.exists() and path.is_dir() == (known.metavar == "FILE"):
+            raise InvalidArgument(f"{path} is {'a' if path.is_dir() else 'no'} folder", field=name)
+        if not path.absolute().parent.is_dir():
+            raise InvalidArgument(f"{path} is in no folder that is there", field=name)
+        if name in ("html", "pareto"):
+            importlib.import_module("serving.replay.page")

@@ -11,7 +11,7 @@ import pytest
 from pipeline import InvalidArgument
 from serving.__main__ import main as program
 from serving.cli import main
-from serving.cli.options import UPSTREAM_API_KEY, UpstreamOptions
+from serving.settings import UPSTREAM_API_KEY, UpstreamOptions
 
 ONE, TWO = "http://gpu-1:8000", "http://gpu-2:8000"
 
@@ -20,20 +20,20 @@ def test_without_servers_there_are_none() -> None:
     assert UpstreamOptions().config({UPSTREAM_API_KEY: "k"}) is None
 
 
-def test_every_option_is_in_the_config() -> None:
+def test_every_option_is_in_the_config(tmp_path: Path) -> None:
     options = UpstreamOptions(
         upstream=(ONE,),
         prefill_upstream=(TWO,),
         upstream_kind="vllm",
         kv_connector="mooncake",
         kv_lease_s=60.0,
-        upstream_model_path=("a=b=/models/c", "d=e"),
+        upstream_model_path=(f"a=b={tmp_path}", "d=."),
     )
     made = options.config({UPSTREAM_API_KEY: " secret "})
     assert made is not None
     assert (made.urls, made.prefill_urls, made.kind) == ((ONE,), (TWO,), "vllm")
     assert (made.connector, made.lease_s, made.api_key) == ("mooncake", 60.0, "secret")
-    assert made.model_paths == {"a=b": Path("/models/c"), "d": Path("e")}
+    assert made.model_paths == {"a=b": tmp_path, "d": Path()}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,10 @@ def test_every_option_is_in_the_config() -> None:
         ({"upstream_model_path": ("a=b",)}, "upstream_model_path"),
         ({"upstream": (ONE,), "upstream_model_path": ("b",)}, "upstream_model_path"),
         ({"upstream": (ONE,), "upstream_model_path": ("a=",)}, "upstream_model_path"),
-        ({"upstream": (ONE,), "upstream_model_path": ("a=b", "a=c")}, "upstream_model_path"),
+        ({"upstream": (ONE,), "upstream_model_path": ("a=.", "a=.")}, "upstream_model_path"),
+        ({"upstream": (ONE,), "upstream_model_path": ("a=/nowhere",)}, "upstream_model_path"),
+        ({"upstream": (ONE,), "kv_connector": "mooncake"}, "kv_connector"),
+        ({"upstream": (ONE,), "kv_lease_s": 4.0}, "kv_lease_s"),
         ({"prefill_upstream": (ONE,)}, "upstream"),
         ({"upstream": (ONE,), "kv_lease_s": 0.0}, "kv_lease_s"),
     ],

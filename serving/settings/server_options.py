@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from attrs import frozen
 
 from pipeline.protocols.limits import PromptWork, RequestLimits
 from pipeline.settings import PORT, setting
 
-from .limits import HttpLimits
+from ..limits import HttpLimits
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -73,3 +73,7 @@ class ServerOptions:
     request_limits: RequestLimits
     prompt_work: PromptWork
     access: AccessOptions
+
+    def graph_fields(self) -> dict[str, Any]:
+        """Return the fields of a GraphConfig."""
+        return {"request_limits": self.request_limits, "prompt_work": self.prompt_work}
