@@ -2,7 +2,7 @@
 
 from .gate import Gate, TrustedProxies, is_loopback
 from .key_ring import HeldKey, KeyRing, TooFast
-from .keys import ALL_PRIVILEGES, LONGEST_KEY, SHORTEST_KEY, ApiKey, Privilege, all_keys, hash_of, new_key
+from .keys import ALL_PRIVILEGES, LONGEST_KEY, SHORTEST_KEY, ApiKey, Privilege, all_keys, hash_of, new_key, table_of
 from .tls import Tls, tls_of
 from .watched_file import WatchedFiles, follow
 
@@ -24,5 +24,6 @@ __all__ = [
     "hash_of",
     "is_loopback",
     "new_key",
+    "table_of",
     "tls_of",
 ]

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline import InvalidArgument
 
-from ..server_options import AccessOptions
+from ..settings import AccessOptions
 from .key_ring import KeyRing
 from .keys import all_keys
 from .tls import tls_of

@@ -113,6 +113,15 @@ def hash_of(key: str) -> str:
     return f"{_SCHEME}{digest_of(key.encode()).hex()}"
 
 
+def table_of(name: str, key: str) -> str:
+    """Return a key as a table of the file. Raise InvalidArgument, without the key, for a name or key that cannot be."""
+    try:
+        checked = ApiKey(name=name, hash=hash_of(key))
+    except InvalidRecord as error:
+        raise InvalidArgument(str(error), field="name") from None
+    return f'[[key]]\nname = "{checked.name}"\nhash = "{checked.hash}"'
+
+
 def digest_of(key: bytes) -> bytes:
     """Return the SHA-256 of a key."""
     return sha256(key).digest()

@@ -1,21 +1,24 @@
 """Standard graphs, built from one config."""
 
+from .announced import AnnouncedGraph, announced_graph
 from .config import IGNORE_UNSUPPORTED, METRICS_PREFIX, GraphConfig, RouterName
-from .engines import converted, find_engine, hint_of
+from .engines import converted, engine_args_named, find_engine, hint_of
 from .fleet import Fleet
-from .graphs import HostOptions, OpenGraph, hosted_graph, standard_graph
+from .graphs import HostOptions, OpenGraph, graphs_of, hosted_graph, standard_graph
 from .kv_routing import SESSION_TTL, event_log, kv_router_config
 from .routing import SILENCE, routing_to
 from .stages import StandardGraph, TokenGraph, line
 from .supervisor import Retry, Supervisor
 from .upstream_config import UpstreamConfig, UpstreamKind
 from .upstream_graph import UpstreamGraph, open_graph, upstream_graph
+from .upstream_hosting import upstream_workers
 
 __all__ = [
     "IGNORE_UNSUPPORTED",
     "METRICS_PREFIX",
     "SESSION_TTL",
     "SILENCE",
+    "AnnouncedGraph",
     "Fleet",
     "GraphConfig",
     "HostOptions",
@@ -28,9 +31,12 @@ __all__ = [
     "UpstreamConfig",
     "UpstreamGraph",
     "UpstreamKind",
+    "announced_graph",
     "converted",
+    "engine_args_named",
     "event_log",
     "find_engine",
+    "graphs_of",
     "hint_of",
     "hosted_graph",
     "kv_router_config",
@@ -39,4 +45,5 @@ __all__ = [
     "routing_to",
     "standard_graph",
     "upstream_graph",
+    "upstream_workers",
 ]

@@ -5,15 +5,17 @@ HostOptions: what the workers of a graph share beside its config.
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from anyio import to_thread
 from attrs import Factory, evolve, field, frozen
 
 from engines import DisaggregationMode, LLMEngine, ShutdownTimes, SystemHealth, WorkerConfig
-from engines.torch import ReportProgress, no_report
+from engines.torch import ModelFiles, ReportProgress, no_report
 from operators import BusyThresholds, Model
 from operators.kv import KvRouterConfig
 from operators.text import LAST_USER_MESSAGE, WHOLE_CHAT
@@ -64,6 +66,8 @@ class GraphConfig:
     """Name of an engine, or `module:factory`."""
     engine_args: Mapping[str, str] = field(factory=dict)
     """Texts by name, converted to the types of the engine's own parameters."""
+    lora: Mapping[str, Path] = field(factory=dict)
+    """Folders of LoRA adapters of the torch engine by name; each is a model of its own for clients."""
     workers: int = _bounded(1, 1)
     """Engine instances; with prefill workers they decode."""
     prefill_workers: int = _bounded(0, 0)
@@ -91,27 +95,33 @@ class GraphConfig:
     """How prompts are prepared."""
     upstream: UpstreamConfig | None = None
     """Servers that take the place of engines; None: engines of this process."""
+    is_announced: bool = False
+    """Whether the workers are those that other processes announce; they bring their models, none of which is here."""
 
     def __attrs_post_init__(self) -> None:
         if self.model_name is not None and not self.model_name.strip():
             raise InvalidArgument("must not be empty", field="model_name")
-        if self.router == "kv":
+        if self.router == "kv" and not self.is_announced:
             workers = self.workers if self.upstream is None else len(self.upstream.urls)
             _check_fits(self.kv_router, workers, self.has_prefill_pool)
         self._check_roles()
         self.worker.checked()
-        if self.upstream is not None:
+        self._check_lora()
+        if self.upstream is not None or self.is_announced:
             return
         for mode in self.modes:
             find_engine(self.engine).check(self.engine_args, self.deployment(mode))
 
     def _check_roles(self) -> None:
+        if self.is_announced:
+            self._check_unset(
+                "does not go with workers of other processes", model_path=None, model_name=None, upstream=None
+            )
+            return
         if not self.has_prefill_pool and self.enforce_disagg:
             raise InvalidArgument("there are no prefill workers to insist on", field="enforce_disagg")
         if self.upstream is not None:
-            for name, default in (("engine", "echo"), ("engine_args", {}), ("workers", 1), ("prefill_workers", 0)):
-                if getattr(self, name) != default:
-                    raise InvalidArgument("does not go with upstream servers, which are there as they are", field=name)
+            self._check_unset("does not go with upstream servers, which are there as they are")
             return
         if not self.prefill_workers:
             return
@@ -119,6 +129,23 @@ class GraphConfig:
             raise InvalidArgument("the echo engine hands nothing over", field="prefill_workers")
         if self.worker.disaggregation_mode is not DisaggregationMode.AGGREGATED:
             raise InvalidArgument("beside prefill workers the others decode", field="disaggregation_mode")
+
+    def _check_unset(self, problem: str, **more: Any) -> None:
+        """Raise InvalidArgument for a field of engines of this process, or of `more`, that has not its default."""
+        for name, default in {"engine": "echo", "engine_args": {}, "workers": 1, "prefill_workers": 0, **more}.items():
+            if getattr(self, name) != default:
+                raise InvalidArgument(problem, field=name)
+
+    def _check_lora(self) -> None:
+        if not self.lora:
+            return
+        if self.upstream is not None or self.engine != "torch":
+            raise InvalidArgument("is for --engine torch only", field="lora")
+        if self.model_path is not None and (self.model_name or ModelFiles(self.model_path).name) in self.lora:
+            raise InvalidArgument("an adapter has the name of the model", field="lora")
+        for folder in self.lora.values():
+            if not (folder / "adapter_config.json").is_file():
+                raise InvalidArgument(f"{folder} has no adapter_config.json", field="lora")
 
     @property
     def has_prefill_pool(self) -> bool:
@@ -149,7 +176,7 @@ class GraphConfig:
     def deployment(self, mode: DisaggregationMode) -> Deployment:
         """Return what the engines of a mode have in common."""
         letters = _LETTERS if self.model_path is None else None  # what the byte-level model can show
-        return Deployment(letters, self.model_name, mode, model_path=self.model_path)
+        return Deployment(letters, self.model_name, mode, model_path=self.model_path, lora=self.lora)
 
     def worker_settings(self, model: Model, mode: DisaggregationMode | None = None) -> WorkerConfig:
         """Return the settings of each worker of a mode, by default that of `worker`, with the model it serves.
@@ -161,11 +188,22 @@ class GraphConfig:
             settings = evolve(settings, disaggregation_mode=mode, component=mode.component)
         elif mode is DisaggregationMode.DECODE and self.has_prefill_pool:
             settings = evolve(settings, disaggregation_mode=mode, may_prefill=not self.enforce_disagg)
+        if self.lora:
+            settings = evolve(settings, adapters=tuple(self.lora))
         if settings.model_name:
             return settings
-        # The card is made of a folder's files; a single file has none of those that it lists.
-        name = model.name if is_gguf(self.model_path) else str(self.model_path or "")
-        return evolve(settings, model_name=name, served_model_name=model.name)
+        if is_gguf(self.model_path):  # the card is made of a folder's files, and this is one file
+            return evolve(settings, model_name=model.name, served_model_name=model.name, write_model=model.write_folder)
+        name = str(self.model_path or "")
+        return evolve(settings, model_name=name, served_model_name=model.name, byte_level=model.byte_level_parts)
+
+    def in_namespace_of(self, model_name: str) -> GraphConfig:
+        """Return the config with a namespace of the model's own, for workers that share a runtime with other models.
+
+        An endpoint serves one model.
+        """
+        namespace = f"{self.worker.namespace}-{slug(model_name)}"
+        return evolve(self, worker=evolve(self.worker, namespace=namespace))
 
     def load_model(self) -> Model:
         """Return the model for text and token stages. Raise InvalidArgument for a path that is not a model.
@@ -200,6 +238,12 @@ def _check_fits(settings: KvRouterConfig, workers: int, has_prefill_pool: bool) 
         raise InvalidArgument(text, field="min_initial_workers")
     if settings.conditional_disagg_enabled and not has_prefill_pool:
         raise InvalidArgument("there are no prefill workers to pass by", field="conditional_disagg_enabled")
+
+
+def slug(name: str) -> str:
+    """Return a model's name as part of a namespace; a name that has to be changed for that gets a checksum."""
+    plain = re.sub(r"[^a-z0-9_-]+", "-", name.lower()).strip("-")
+    return plain if plain == name else f"{plain}-{hashlib.blake2s(name.encode(), digest_size=4).hexdigest()}"
 
 
 @frozen

@@ -14,14 +14,14 @@ import sys
 import time
 import types
 import typing
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import isawaitable
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import attrs
-from attrs import define, evolve, frozen
+from attrs import define, evolve, field, frozen
 
 from engines import DisaggregationMode, EchoEngine, LLMEngine
 from engines.mocker import MODEL, MockEngine, MockEngineArgs, RecordedOutputs, TransferExchange, transfer_order
@@ -124,6 +124,8 @@ class Deployment:
     """Known answers."""
     model_path: Path | None = None
     """Folder or file of the model; None: there is none."""
+    lora: Mapping[str, Path] = field(factory=dict)
+    """Folders of LoRA adapters by name."""
     report_loading: ReportProgress = no_report
     """Called with the progress of each model that an engine loads."""
     shared_model: SharedModel | None = None
@@ -167,6 +169,17 @@ def _placed() -> Iterator[None]:
         raise InvalidArgument(str(error), field=place) from error.__cause__
 
 
+@contextmanager
+def engine_args_named(names: Collection[str]) -> Iterator[None]:
+    """Name the engine's argument in errors of the block that an engine raised for one of them when it started."""
+    try:
+        yield
+    except InvalidArgument as error:
+        if error.field.partition(".")[0] not in names:
+            raise
+        raise InvalidArgument(str(error), field=f"engine_args.{error.field}") from error.__cause__
+
+
 def _mocker(arguments: dict[str, Any], deployment: Deployment) -> LLMEngine:
     if deployment.mode is DisaggregationMode.ENCODE:
         raise InvalidArgument("a mock engine cannot be an encode worker")
@@ -201,7 +214,7 @@ def _torch(arguments: dict[str, Any], deployment: Deployment) -> LLMEngine:
     args = torch_args(arguments, deployment.mode)
     if deployment.shared_model is None:
         deployment.shared_model = shared_model(deployment.model_path, args)
-    return torch_engine(args, deployment.shared_model, deployment.report_loading)
+    return torch_engine(args, deployment.shared_model, deployment.report_loading, deployment.lora)
 
 
 ENGINES: Mapping[str, EngineChoice] = {

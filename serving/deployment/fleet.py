@@ -56,6 +56,10 @@ class Fleet:
         self.workers: list[Worker] = []
         self.prefill_workers: list[Worker] = []
 
+    def worker_ids(self) -> set[int]:
+        """Return the ids of all workers, those that prefill too."""
+        return {worker.worker_id for worker in (*self.workers, *self.prefill_workers)}
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Make all, start one after the other, and end all at the same time, as an end may take long."""

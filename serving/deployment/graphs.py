@@ -8,22 +8,24 @@ with busy thresholds a Rejection above all. A graph is opened as a context and c
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
+from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from engines import Worker
+from operators import LoraAdapter, Model, PrefillRouter, Switch
 from operators.kv import WorkerType
-from pipeline import PenstockError
+from pipeline import PenstockError, link
 from pipeline.network import Runtime
 from pipeline.telemetry import merged
 
 from .config import GraphConfig
 from .config import HostOptions as HostOptions
 from .fleet import Fleet
-from .routing import prefill_stage, routing_to
+from .routing import Routing, prefill_stage, routing_to
 from .stages import StandardGraph, TokenGraph, line, token_line
 
 
@@ -87,6 +89,29 @@ async def hosted_graph(config: GraphConfig, hosting: HostOptions) -> AsyncIterat
         prefill = None
         if config.prefill_workers:
             prefill = await stages.enter_async_context(prefill_stage(routing, config, hosting, runtime))
-        parts = (routing, config, hosting, prefill)
-        yield OpenGraph(line(model, *parts), token_line(*parts), fleet)
+        yield OpenGraph(*graphs_of(model, routing, config, hosting, prefill, fleet.worker_ids), fleet)
         await fleet.finish(runtime.graceful_timeout_s)
+
+
+def graphs_of(
+    model: Model,
+    routing: Routing,
+    config: GraphConfig,
+    hosting: HostOptions,
+    prefill: PrefillRouter | None,
+    worker_ids: Callable[[], set[int]],
+) -> tuple[StandardGraph, TokenGraph]:
+    """Return the graph and its part below the text stages.
+
+    With LoRA adapters each is a Switch between the model and these, which all workers have.
+    """
+    if not config.lora:
+        return line(model, routing, config, hosting, prefill), token_line(routing, config, hosting, prefill)
+    named: dict[str, LoraAdapter | None] = {model.name: None}
+    named |= {name: LoraAdapter(name, worker_ids) for name in config.lora}
+    texts: Switch[Any, Any] = Switch()
+    tokens: Switch[Any, Any] = Switch()
+    for name, adapter in named.items():
+        texts.add(name, line(evolve(model, name=name), routing, config, hosting, prefill, adapter=adapter))
+        tokens.add(name, token_line(routing, config, hosting, prefill, adapter))
+    return link(texts), tokens

@@ -13,7 +13,7 @@ RouterPolicyConfig. Other than there a file of policies whose name ends in `.tom
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
 from time import perf_counter
@@ -30,7 +30,6 @@ from operators.kv import (
     KvRouterConfig,
     PolicyDocument,
     PolicyProfile,
-    ReplicaSync,
     RouterGauges,
     RouterMetrics,
     WorkerRank,
@@ -39,6 +38,7 @@ from operators.kv import (
     kv_events,
     kv_router,
     recovery_workers,
+    shared_bookings,
 )
 from pipeline import InvalidArgument, Unavailable
 from pipeline.network import EndpointId, Runtime, Workers
@@ -94,14 +94,18 @@ async def kv_stage(
         policy_classes=[one.name for one in profile.classes],
         perf_s=perf_counter,
     )
-    with KvRecovery(recovery_workers(runtime, pool.endpoint), pool.push.health) as recovery:
+    async with AsyncExitStack() as stack:
+        recovery = stack.enter_context(KvRecovery(recovery_workers(runtime, pool.endpoint), pool.push.health))
+        peers = None
+        if settings.router_replica_sync:
+            peers = await stack.enter_async_context(shared_bookings(runtime, pool.endpoint))
         router = kv_router(
             pool.workers,
             settings,
             block_size_tokens=card.kv_cache_block_size,
             health=pool.push.health,
             recover=recovery,
-            peers=ReplicaSync(runtime.events, pool.endpoint) if settings.router_replica_sync else None,
+            peers=peers,
             profile=profile,
             rng=None if config.seed is None else Random(config.seed),
             worker_type=pool.worker_type,
@@ -134,20 +138,27 @@ def event_log(worker_id: int, dp_rank: int) -> EventLog:
 
 
 def kv_router_config(
-    written: Path | Mapping[str, Any] | None, environment: Mapping[str, str], use_kv_events: bool | None = None
+    written: Path | Mapping[str, Any] | None,
+    environment: Mapping[str, str],
+    use_kv_events: bool | None = None,
+    *,
+    has_replicas: bool = False,
 ) -> KvRouterConfig:
     """Return the settings of the router from a file and the environment.
 
     Those of a TOML file at a path come before the environment's, those of a table of the program's own settings file
-    after them; `use_kv_events`, where given, comes before both. The environment must make sense on its own. Raise
-    InvalidArgument for a file that cannot be read or is not TOML, with `router_config` as the field; and for settings
-    that are unknown, of the wrong kind, out of range or contradictory, all of them in one text that begins with the
-    path, with the first one as the field.
+    after them; `use_kv_events`, where given, comes before both. With `has_replicas`, routers in other processes for
+    the same workers, bookings are shared unless a setting switches that off. The environment must make sense on its
+    own. Raise InvalidArgument for a file that cannot be read or is not TOML, with `router_config` as the field; and for
+    settings that are unknown, of the wrong kind, out of range or contradictory, all of them in one text that begins
+    with the path, with the first one as the field.
     """
+    defaults = {"router_replica_sync": True} if has_replicas else {}
     if isinstance(written, Path):
-        values: dict[str, Any] = asdict(config_from_environment(environment)) | read_toml(written, "router_config")
+        values: dict[str, Any] = asdict(config_from_environment(environment, defaults))
+        values |= read_toml(written, "router_config")
     else:
-        values = asdict(config_from_environment(environment, written))
+        values = asdict(config_from_environment(environment, {**defaults, **(written or {})}))
     if use_kv_events is not None:
         values["use_kv_events"] = use_kv_events
     try:

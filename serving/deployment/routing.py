@@ -46,13 +46,14 @@ from operators.pool import (
 )
 from operators.prefill import ConditionalDisaggregation, PrefillPool
 from pipeline import Annotated, AsyncEngine, link
-from pipeline.network import EndpointId, Runtime, Workers
+from pipeline.network import EndpointId, EndpointWorkers, Runtime, Workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 from pipeline.rx import BehaviorSubject
 from pipeline.settings import Variable, from_environment, whole
 from pipeline.telemetry import TracedEngine, traced
 
 from ..routers import MODES
+from .admission import Admission
 from .config import GraphConfig, HostOptions
 from .kv_routing import KvPool, kv_stage
 
@@ -98,13 +99,15 @@ async def routing_to(
     hosting: HostOptions,
     runtime: Runtime,
     worker_type: WorkerType = "aggregated",
+    admission: Admission | None = None,
 ) -> AsyncIterator[Routing]:
     """Give the routing to the workers at an endpoint of the runtime; its subscriptions end with the block.
 
-    `worker_type` is the role of the workers. Raise as `kv_stage` with that router, which needs a worker at the start.
+    `worker_type` is the role of the workers; with an admission only those it admits get requests. Raise as `kv_stage`
+    with that router, which needs a worker at the start.
     """
     with (
-        closing(runtime.workers(endpoint, Annotated[LLMEngineOutput])) as workers,
+        closing(_workers_at(endpoint, runtime, admission)) as workers,
         _pushing(endpoint, config, hosting.environment, runtime, workers, worker_type) as (push, watch),
     ):
         rejection = None if watch is None else Rejection(push, status=OVERLOAD_STATUS.of(hosting.environment))
@@ -113,6 +116,15 @@ async def routing_to(
             return
         async with kv_stage(KvPool(endpoint, workers, push, worker_type), config, hosting, runtime) as stage:
             yield Routing(endpoint, workers, push, stage >> push, stage, rejection)
+
+
+def _workers_at(endpoint: EndpointId, runtime: Runtime, admission: Admission | None) -> EndpointWorkers[Any, Any]:
+    if admission is None:
+        return runtime.workers(endpoint, Annotated[LLMEngineOutput])
+    instances = admission.instances(runtime, endpoint)
+    return EndpointWorkers(
+        endpoint, instances, lambda instance: runtime.requests.engine(instance, Annotated[LLMEngineOutput])
+    )
 
 
 @contextmanager
@@ -136,7 +148,7 @@ def _pushing(
             return
         loads = WorkerLoads(workers)
         with (
-            loads.follow(load_reports(runtime.events, endpoint)),
+            loads.follow(load_reports(runtime.events, endpoint), scheduler=runtime.scheduler),
             closing(BusyWatch(loads, thresholds, cards)) as watch,
         ):
             busy = watch.changes()
@@ -172,16 +184,22 @@ def router_of(
 
 @asynccontextmanager
 async def prefill_stage(
-    decode: Routing, config: GraphConfig, hosting: HostOptions, runtime: Runtime
+    decode: Routing,
+    config: GraphConfig,
+    hosting: HostOptions,
+    runtime: Runtime,
+    endpoint: EndpointId | None = None,
+    admission: Admission | None = None,
 ) -> AsyncIterator[PrefillRouter]:
     """Give the stage above the decode router once all prefill workers are known; both pools have the same router.
 
-    The end of the block waits for prefills under way. Raise as `routing_to`.
+    They are at the endpoint, by default `prefill_endpoint`; with an admission those it admits. The end of the block
+    waits for prefills under way. Raise as `routing_to`.
     """
-    endpoint, conditional = prefill_endpoint(decode.endpoint), None
+    endpoint, conditional = endpoint or prefill_endpoint(decode.endpoint), None
     if decode.kv_router is not None and config.kv_router.conditional_disagg_enabled:  # only it knows what is cached
         conditional = ConditionalDisaggregation(config.kv_router, decode.kv_router)
-    async with routing_to(endpoint, config, hosting, runtime, "prefill") as prefill:
+    async with routing_to(endpoint, config, hosting, runtime, "prefill", admission) as prefill:
         await prefill.workers.wait_for_instances(config.prefill_workers)
         async with PrefillRouter(
             _pool(prefill, hosting.tracer),

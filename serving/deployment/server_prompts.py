@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from attrs import evolve
 
-from operators.text import validate
+from operators.text import begins_answer, raw_prompt, template_args, validate
 from pipeline import (
     AsyncEngine,
     Cancelled,
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from engines.upstream import VllmText
 
 Request = ChatCompletionRequest | CompletionRequest
-
-_OF_CHATS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-"""Fields of a chat that its prompt is made of."""
 
 
 class ServerPrompts(Operator[Request, Any, Request, Any]):
@@ -89,11 +86,8 @@ def _wanted(payload: Request) -> dict[str, Any] | None:
     if payload.nvext is not None and payload.nvext.token_data is not None:
         return None
     if isinstance(payload, ChatCompletionRequest):
-        plain: dict[str, Any] = to_plain(payload)
-        wanted = {name: plain[name] for name in _OF_CHATS if plain.get(name) is not None}
-        if payload.chat_template_args:
-            wanted["chat_template_kwargs"] = dict(payload.chat_template_args)
-        return wanted
+        raw = raw_prompt(payload)
+        return _of_chat(payload) if raw is None else {"prompt": raw}
     if isinstance(payload.prompt, str):
         return {"prompt": payload.prompt}
     texts = [one for one in payload.prompt or () if isinstance(one, str)]
@@ -102,6 +96,21 @@ def _wanted(payload: Request) -> dict[str, Any] | None:
     if len(texts) > 1:
         raise InvalidArgument("one prompt at a time", field="prompt")
     return {"prompt": texts[0]}
+
+
+def _of_chat(payload: ChatCompletionRequest) -> dict[str, Any]:
+    """Return what the server renders, as Preprocess would. Raise InvalidArgument as it does."""
+    wanted: dict[str, Any] = {
+        "messages": to_plain(payload.messages),
+        "add_generation_prompt": begins_answer(payload),
+    }
+    if payload.continue_final_message:
+        wanted["continue_final_message"] = True
+    if payload.tools and payload.tool_choice != "none":
+        wanted["tools"] = to_plain(payload.tools)
+    if args := template_args(payload):
+        wanted["chat_template_kwargs"] = args
+    return wanted
 
 
 class ServerTokenizer:

@@ -1,6 +1,6 @@
 """The stages of a standard graph in order, above the routing to one pool of workers.
 
-Rejection >> Preprocess >> Migration >> Detokenize >> PrefillRouter >> KvPushRouter >> PushRouter
+Rejection >> Preprocess >> Migration >> Detokenize >> LoraAdapter >> PrefillRouter >> KvPushRouter >> PushRouter
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from time import perf_counter, time_ns
 from typing import Any
 
-from operators import Detokenize, Migration, Model, PrefillRouter, Preprocess
+from operators import Detokenize, LoraAdapter, Migration, Model, PrefillRouter, Preprocess
 from operators.migration import MigrationMetrics
 from pipeline import Annotated, AsyncEngine, Segment, Stage, link
 from pipeline.protocols import BackendOutput, LLMEngineOutput, PreprocessedRequest
@@ -38,6 +38,7 @@ def line(
     hosting: HostOptions,
     prefill: PrefillRouter | None = None,
     prompts: ServerPrompts | None = None,
+    adapter: LoraAdapter | None = None,
 ) -> StandardGraph:
     """Return the stages in order; with a tracer each one that takes time has a span."""
     preprocess = Preprocess(
@@ -49,15 +50,19 @@ def line(
         perf_s=perf_counter,
     )
     text = [one for one in (prompts, preprocess) if one is not None]
-    graph: StandardGraph = _linked(routing, config, hosting, prefill, text, Detokenize(model))
+    graph: StandardGraph = _linked(routing, config, hosting, prefill, adapter, text, Detokenize(model))
     return graph if hosting.tracer is None else traced(graph, tracer=hosting.tracer)
 
 
 def token_line(
-    routing: Routing, config: GraphConfig, hosting: HostOptions, prefill: PrefillRouter | None = None
+    routing: Routing,
+    config: GraphConfig,
+    hosting: HostOptions,
+    prefill: PrefillRouter | None = None,
+    adapter: LoraAdapter | None = None,
 ) -> TokenGraph:
     """Return the stages without those of text."""
-    return _linked(routing, config, hosting, prefill)
+    return _linked(routing, config, hosting, prefill, adapter)
 
 
 def _linked(
@@ -65,6 +70,7 @@ def _linked(
     config: GraphConfig,
     hosting: HostOptions,
     prefill: PrefillRouter | None,
+    adapter: LoraAdapter | None,
     text: Sequence[Stage] = (),
     detokenize: Detokenize | None = None,
 ) -> Segment[Any, Any]:
@@ -78,5 +84,5 @@ def _linked(
             metrics=None if meter is None else MigrationMetrics(meter, prefix=METRICS_PREFIX.of(hosting.environment)),
             tracer=hosting.tracer,
         )
-    stages = (routing.rejection, *text, migration, detokenize, prefill, routing.router)
+    stages = (routing.rejection, *text, migration, detokenize, adapter, prefill, routing.router)
     return link(*(stage for stage in stages if stage is not None))

@@ -14,30 +14,13 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 import anyio
-from attrs import frozen
 
 from engines import Worker
 from pipeline import InvalidArgument, PenstockError, to_error
 
+from ..retry import Retry as Retry
+
 _log = logging.getLogger(__name__)
-
-
-@frozen
-class Retry:
-    """How long to wait before another try."""
-
-    first_s: float = 0.5
-    """Seconds after the first failure."""
-    longest_s: float = 15.0
-    """Seconds after later ones at most; each wait is twice as long as the one before."""
-    steady_s: float = 30.0
-    """A worker that served so long makes the next wait the first one again."""
-
-    def after(self, waited_s: float, served_s: float) -> float:
-        """Return the wait after a try that failed, or a worker that has ended; `waited_s` is the wait before it."""
-        if waited_s == 0 or served_s >= self.steady_s:
-            return self.first_s
-        return min(2 * waited_s, self.longest_s)
 
 
 class Supervisor:
@@ -64,7 +47,7 @@ class Supervisor:
         """Supervise until cancelled; a worker in service is ended then."""
         waited_s = 0.0
         while True:
-            began_s = anyio.current_time()
+            served_s = 0.0
             try:
                 async with self._open() as worker:
                     self.worker, self.problem = worker, None
@@ -74,7 +57,7 @@ class Supervisor:
                     try:
                         await worker.wait()
                     finally:
-                        self.worker = None
+                        self.worker, served_s = None, anyio.current_time() - began_s
                 self.problem = worker.failure
             except PenstockError as error:
                 self.problem = error
@@ -82,7 +65,7 @@ class Supervisor:
                 _log.exception(f"{self.name} met an error that is no server's")
                 self.problem = to_error(error)
             self.was_tried.set()
-            waited_s = self._retry.after(waited_s, anyio.current_time() - began_s)
+            waited_s = self._retry.after(waited_s, served_s)
             self._show(_level(self.problem), f"{self.name} is left out: {_text(self.problem)}")
             await anyio.sleep(waited_s)
 
@@ -98,4 +81,8 @@ def _level(problem: PenstockError | None) -> int:
 
 
 def _text(problem: PenstockError | None) -> str:
-    return "its worker was shut down" if problem is None else f"{type(problem).__name__}: {problem}"
+    """Return the reason, with the name of the setting if it is one's."""
+    if problem is None:
+        return "its worker was shut down"
+    field = f" ({problem.field})" if isinstance(problem, InvalidArgument) and problem.field else ""
+    return f"{type(problem).__name__}{field}: {problem}"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -15,8 +16,8 @@ from engines import DisaggregationMode
 from engines.torch import (
     LoadedModel,
     ModelFiles,
+    PeerHandover,
     ReportProgress,
-    SocketHandover,
     TorchEngine,
     TorchSettings,
     check_dtype,
@@ -28,11 +29,10 @@ from pipeline.settings import setting
 
 @frozen(kw_only=True)
 class TorchArgs(TorchSettings):
-    """The arguments of a torch engine: its settings, how its model is loaded, and where its prompts are handed over."""
+    """The arguments of a torch engine: its settings, and how its model is loaded."""
 
     device: str = setting("auto", "Device as torch calls it; auto is the first CUDA device, else the CPU.")
     dtype: str = setting("auto", "Type of the weights: float32, bfloat16, float16; auto is float32 on a CPU.")
-    handover_host: str = setting("127.0.0.1", "Address at which decode workers reach a prefill worker.")
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -93,9 +93,10 @@ def torch_args(arguments: dict[str, Any], mode: DisaggregationMode) -> TorchArgs
     return args
 
 
-def torch_engine(args: TorchArgs, model: SharedModel, report: ReportProgress) -> TorchEngine:
-    """Return a torch engine, not started. Prefill and decode workers hand prompts over by sockets."""
-    handover = None
-    if args.role != "aggregated":
-        handover = SocketHandover(prefills=args.role == "prefill", host=args.handover_host)
-    return TorchEngine(model.load, args.settings, handover=handover, on_progress=report)
+def torch_engine(args: TorchArgs, model: SharedModel, report: ReportProgress, lora: Mapping[str, Path]) -> TorchEngine:
+    """Return a torch engine, not started. Prefill and decode workers hand prompts over by the request plane.
+
+    `lora` are folders of adapters by name.
+    """
+    handover = None if args.role == "aggregated" else PeerHandover(prefills=args.role == "prefill")
+    return TorchEngine(model.load, args.settings, handover=handover, adapters=lora, on_progress=report)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from attrs import field, frozen
 
 from engines import DisaggregationMode
-from pipeline import Control, InvalidArgument
+from pipeline import InvalidArgument
 from pipeline.errors import InvalidMessage, Unavailable
 from pipeline.settings import one_of, setting
 from pipeline.wire import from_json
@@ -146,13 +146,10 @@ class UpstreamConfig:
 
 async def _owner(client: Client, api_key: str | None) -> str:
     """Return what owns the models of a server; empty if it has no list of them."""
-    from engines.upstream import Exchange, of_status
+    from engines.upstream import authorization, fetched, of_status
 
-    headers = {"accept": "application/json"} | ({} if api_key is None else {"authorization": f"Bearer {api_key}"})
-    async with Exchange(client, Control()) as exchange:
-        status = await exchange.send("GET", "/v1/models", headers)
-        body = await exchange.body()
-        await exchange.finish()
+    headers = {"accept": "application/json", **authorization(api_key)}
+    status, body = await fetched(client, "GET", "/v1/models", headers, within_s=FIND_S)
     if status in (404, 405, 501):
         return ""
     if status != 200:

@@ -15,7 +15,7 @@ import anyio
 from attrs import frozen
 
 from engines import DisaggregationMode, Worker
-from pipeline import PenstockError, link
+from pipeline import InvalidArgument, PenstockError, link
 from pipeline.errors import EngineShutdown
 from pipeline.network import Runtime
 from pipeline.protocols import worker_label
@@ -102,9 +102,11 @@ async def upstream_graph(
     """Give the graph in front of the servers of `config.upstream`, once each was tried, after `TRY_S` at most.
 
     Those that are down are left out, and tried again. Raise InvalidArgument for settings that no graph can be opened
-    with. The end of the block accepts no new requests, lets those that run finish in the time of the runtime, then ends
-    all workers.
+    with, such as a `model_path` where nothing is. The end of the block accepts no new requests, lets those that run
+    finish in the time of the runtime, then ends all workers.
     """
+    if config.model_path is not None and not config.model_path.exists():
+        raise InvalidArgument(f"{config.model_path} does not exist", field="model_path")
     rng = None if config.seed is None else Random(config.seed)
     failure: Exception | None = None
     async with Runtime.in_process(rng=rng, metrics=hosting.metrics) as runtime, anyio.create_task_group() as tasks:
@@ -160,7 +162,8 @@ class Servers:
         for url, mode in self._upstream.servers():
             one = Supervisor(url, lambda url=url, mode=mode: self._serving(url, mode), retry)  # type: ignore[misc]
             (prefilling if mode is DisaggregationMode.PREFILL else answering).append(one)
-        return UpstreamGraph(link(self._pools.switch), self._pools.tokens, answering, prefilling)
+        offers = self._pools.offers
+        return UpstreamGraph(link(offers.switch), offers.tokens, answering, prefilling)
 
     @asynccontextmanager
     async def _serving(self, url: str, mode: DisaggregationMode) -> AsyncIterator[Worker]:
@@ -175,7 +178,7 @@ class Servers:
         async with self._worker(engine, pool, mode) as worker:
             if engine.known.model != facts.model:
                 raise EngineShutdown(f"{url} was started again with another model")
-            with pool.joined(text):
+            with pool.joined(text), pool.adapters.of(url, engine, worker.worker_id, mode):
                 pool.add(url, engine.known, mode)
                 yield worker
 

@@ -16,6 +16,7 @@ with brought_by("serve", by=__name__):
     from .status import HEALTH_PATH as HEALTH_PATH
     from .status import LIVE_PATH as LIVE_PATH
     from .status import STATUS_PORT as STATUS_PORT
+    from .status import group_app as group_app
     from .status import status_app
 
 __all__ = ["Access", "Availability", "HttpOptions", "Telemetry", "admin_app", "app", "status_app"]

@@ -148,9 +148,11 @@ class _Pages:
         if phase is Phase.READY and self._service.models:
             if not (self._service.options.shows_internals and caller_of(request.scope).may("admin")):
                 return _json(encode({"status": "healthy"}))
-            instances = self._service.instances()
+            roles = self._service.instances()
+            instances = sorted({instance for those in roles.values() for instance in those})
             endpoints = sorted({instance.rpartition("/")[0] for instance in instances})
-            return _json(encode({"status": "healthy", "endpoints": endpoints, "instances": instances}))
+            state = {"status": "healthy", "endpoints": endpoints, "instances": instances, "roles": roles}
+            return _json(encode(state))
         stage = "no_model" if phase is Phase.READY else phase.value
         body = {"status": "not_ready", "stage": stage, "message": "Service is not ready"}
         return _json(encode(body), 503)

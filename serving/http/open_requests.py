@@ -33,6 +33,8 @@ class Phase(StrEnum):
 
     READY = "ready"
     """Requests are taken."""
+    HANDING_OVER = "handing_over"
+    """Requests are still taken; probes are answered as while draining."""
     DRAINING = "draining"
     """No new request is taken; those that run may finish."""
     STOPPING = "stopping"
@@ -53,24 +55,29 @@ class Availability:
         return len(self._running)
 
     def admit(self, context: AnyContext) -> None:
-        """Count the request as running until `leave`. Raise Refusal (503) unless ready."""
+        """Count the request as running until `leave`. Raise Refusal (503) as `check` does."""
         self.check()
         self._running[id(context)] = context
 
     def leave(self, context: AnyContext) -> None:
         """Count the request no longer."""
         del self._running[id(context)]
-        if self.phase is not Phase.READY and not self._running:
+        if self.phase not in (Phase.READY, Phase.HANDING_OVER) and not self._running:
             self._idle.set()
 
     def check(self) -> None:
-        """Raise Refusal (503) unless ready."""
-        if self.phase is not Phase.READY:
+        """Raise Refusal (503) once requests are not taken any more."""
+        if self.phase not in (Phase.READY, Phase.HANDING_OVER):
             raise Refusal(503, "Service is not ready")
+
+    def hand_over(self) -> None:
+        """Begin the end for probes alone: clients go elsewhere while their requests are still taken."""
+        if self.phase is Phase.READY:
+            self.phase = Phase.HANDING_OVER
 
     async def drain(self, grace_s: float) -> None:
         """Take no new requests; return once none runs. Requests that still run after `grace_s` are killed."""
-        if self.phase is Phase.READY:
+        if self.phase in (Phase.READY, Phase.HANDING_OVER):
             self.phase = Phase.DRAINING
         if self._running:
             with anyio.move_on_after(grace_s):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from attrs import Factory, field, frozen
 
 from operators import Model, Preprocess, Switch
-from pipeline import Annotated, AsyncEngine
+from pipeline import Annotated, AsyncEngine, Stage
 from pipeline.protocols import BackendOutput
 from pipeline.protocols.openai import ModelInfo
 
@@ -64,15 +64,23 @@ class Service:
         default=Factory(lambda self: OpenRequests(self.options.limits, self.time_limits.period_s), takes_self=True),
     )
 
-    def check_models(self) -> None:
-        """Raise Refusal (503) if there is no model at all yet: which ones will be there is not known."""
+    def check_absent(self, name: str) -> None:
+        """Raise Refusal (503) if a model that is not served is expected, or if there is no model at all yet."""
+        if isinstance(self.models, SwitchedModels) and name in self.models.awaited:
+            raise Refusal(503, "No worker of the model is there now")
         if not self.models:
             raise Refusal(503, "Service is not ready")
 
-    def instances(self) -> list[str]:
-        """Return the present instances of the graphs' worker pools, each once."""
-        stages = [stage for model in self.models.values() for stage in model.own.parts()]
-        return sorted({member for stage in stages for member in stage.members()})
+    def instances(self) -> dict[str, list[str]]:
+        """Return the present instances of the graphs' worker pools by role, each once.
+
+        The role of a side graph's workers is its label, as `prefill`; beside those the others of the graph `decode`.
+        """
+        found: dict[str, set[str]] = {}
+        for model in self.models.values():
+            for role, members in _members(model.own.parts()):
+                found.setdefault(role, set()).update(members)
+        return {role: sorted(members) for role, members in sorted(found.items()) if members}
 
 
 class SwitchedModels(Mapping[str, ServedModel]):
@@ -80,6 +88,8 @@ class SwitchedModels(Mapping[str, ServedModel]):
 
     def __init__(self, graph: Graph, switch: Switch[Any, Any]) -> None:
         self._graph, self._switch = graph, switch
+        self.awaited = switch.awaited
+        """The names of models that are expected."""
         self._known: dict[str, ServedModel] = {}
 
     def __getitem__(self, name: str) -> ServedModel:
@@ -116,6 +126,24 @@ def _context_length(graph: Graph) -> int | None:
     return None if model is None else model.context_length
 
 
-def _model(graph: Graph) -> Model | None:
-    """Return the model that a stage of the graph knows."""
-    return next((stage.model for stage in graph.parts() if isinstance(stage, Preprocess)), None)
+def _members(stages: Sequence[Stage]) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield the instances behind each stage with their role. A last stage with branches chooses among graphs."""
+    *above, last = stages
+    for graph in last.branches().values():
+        yield from _members(graph.parts())
+    sides = {label: side for stage in above for label, side in stage.branches().items()}
+    own = "decode" if "prefill" in sides else "aggregated"
+    for stage in stages:
+        yield own, stage.members()
+    for label, side in sides.items():
+        for part in side.parts():
+            yield label, part.members()
+
+
+def _model(graph: Stage) -> Model | None:
+    """Return the model that a stage of the graph knows, or of the first graph that its last stage chooses from."""
+    *_, last = parts = graph.parts()
+    if (own := next((stage.model for stage in parts if isinstance(stage, Preprocess)), None)) is not None:
+        return own
+    side = next(iter(last.branches().values()), None)
+    return None if side is None else _model(side)

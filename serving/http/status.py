@@ -1,13 +1,17 @@
 """The status app of a worker's process: whether its endpoints are ready, and its metrics.
 
 Source: dynamo lib/runtime/src/system_status_server.rs. Left out are its engine, adapter and metadata routes.
+
+The app of the admin address of several processes: the state of each, and the metrics of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import anyio
+from attrs import asdict
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -20,6 +24,10 @@ from ..openai import encode
 from .edge import Edge
 from .metrics import Telemetry
 from .options import HttpOptions
+
+if TYPE_CHECKING:
+    from ..processes import ProgramState
+
 
 HEALTH_PATH = Variable("DYN_SYSTEM_HEALTH_PATH", "/health", "Path of a worker's health on its status port.", url_path)
 LIVE_PATH = Variable("DYN_SYSTEM_LIVE_PATH", "/live", "Path of a worker's liveness on its status port.", url_path)
@@ -58,6 +66,29 @@ def status_app(health: SystemHealth, telemetry: Telemetry, environment: Mapping[
         Route(LIVE_PATH.of(environment), state),
         Route("/metrics", metrics),
     ]
+    return Edge(routes, {HTTPException: _unroutable}, HttpOptions(), telemetry.refusals)
+
+
+def group_app(metrics: Callable[[], Awaitable[str]], states: Callable[[], Sequence[ProgramState]]) -> Edge:
+    """Return an app with `/metrics`, `/live`, and `/health`: 200 once every process serves, else 503; with all states.
+
+    `metrics` returns the text of all processes, `states` the state of each.
+    """
+    telemetry = Telemetry()
+
+    async def health(_: Request) -> Response:
+        found = states()
+        is_ready = all(each.is_ready for each in found)
+        body = {"status": "healthy" if is_ready else "not_ready", "processes": [asdict(each) for each in found]}
+        return Response(encode(body), 200 if is_ready else 503, media_type="application/json")
+
+    async def live(_: Request) -> Response:
+        return Response(encode({"status": "live"}), media_type="application/json")
+
+    async def all_metrics(_: Request) -> Response:
+        return Response(await metrics(), media_type=Telemetry.media_type)
+
+    routes = [Route("/health", health), Route("/live", live), Route("/metrics", all_metrics)]
     return Edge(routes, {HTTPException: _unroutable}, HttpOptions(), telemetry.refusals)
 
 

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
+from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import pytest
 
-from operators import ModelNotFound
+from operators import ModelNotFound, PrefillRouter
 from operators.prefill import PrefillNotActivated
-from pipeline import InvalidArgument
+from pipeline import Cancelled, InvalidArgument, PenstockError
+from pipeline.errors import TransferFailed
+from serving.deployment.routing import prefill_stage
 from serving.http import app
-from tests.edge.model_folder import write_model_folder
 from tests.engines.upstream.handover_worlds import Blocks, FakeHalf
 from tests.engines.upstream.sglang_worlds import FakeSglang, Rooms
 from tests.engines.upstream.worlds import continued
-from tests.serving.upstream_worlds import ONE, THREE, TWO, Site, request, site_of, tokens
+from tests.serving.upstream_worlds import ONE, THREE, TWO, Site, request, tokens
 from tests.serving.worlds import request_to
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    write_model_folder(path := tmp_path_factory.mktemp("model") / "tiny")
-    return path
-
-
-@pytest.fixture
-async def site(folder: Path) -> AsyncIterator[Site]:
-    async with site_of(folder) as made:
-        yield made
 
 
 def vllm_halves(site: Site) -> tuple[FakeHalf, FakeHalf, Blocks]:
@@ -141,6 +131,144 @@ async def test_a_prefill_server_that_dies_in_mid_prefill_costs_no_answer(site: S
             prefill.kill()
         assert sorted(found) == sorted(continued([first, 6, 7], 5) for first in range(4))
         assert counts(decode)[1] == 4
+
+
+@pytest.mark.parametrize("router", ["round-robin", "kv"])
+async def test_requests_under_way_at_the_only_prefill_server_go_on_without_it(site: Site, router: str) -> None:
+    prefill, decode, blocks = vllm_halves(site)
+    prefill.prefill_s = 2.0
+    async with site.graph(prefill=(ONE,), router=router) as opened:
+        found: dict[int, list[int]] = {}
+
+        async def read(first: int) -> None:
+            found[first] = await tokens(opened, request(first))
+
+        async with anyio.create_task_group() as tasks:
+            for first in range(8):
+                tasks.start_soon(read, first)
+            await anyio.sleep(1)
+            prefill.kill()
+            for first in range(8, 16):  # while it is not known that it is gone
+                tasks.start_soon(read, first)
+            await anyio.sleep(0.01)
+            assert opened.prefill_workers == []
+        assert found == {first: continued([first, 6, 7], 5) for first in range(16)}
+        assert (counts(prefill)[0], counts(decode)) == (8, (0, 16))
+        assert blocks.fetched == []
+
+
+async def test_with_enforce_disagg_they_end_as_unavailable(site: Site) -> None:
+    prefill, decode, _ = vllm_halves(site)
+    prefill.prefill_s = 2.0
+    async with site.graph(prefill=(ONE,), enforce_disagg=True) as opened, anyio.create_task_group() as tasks:
+        found: list[int] = []
+
+        async def read() -> None:
+            with pytest.raises(PenstockError) as caught:
+                await tokens(opened, request())
+            found.append(caught.value.facts.status)
+
+        tasks.start_soon(read)
+        await anyio.sleep(1)
+        prefill.kill()
+        await anyio.sleep(1)
+        assert found == [503]
+        assert counts(decode) == (0, 0)
+
+
+async def test_a_prompt_whose_blocks_do_not_come_is_computed_by_the_only_decode_server(site: Site) -> None:
+    prefill, decode, blocks = vllm_halves(site)
+    decode.fails_transfers = True
+    async with site.graph(prefill=(ONE,)) as opened:
+        assert await tokens(opened, request()) == continued([5, 6, 7], 5)
+        assert (counts(prefill), counts(decode)) == ((1, 0), (0, 2))
+        decode.fails_transfers = False  # what failed once is not held against the next request
+        assert await tokens(opened, request()) == continued([5, 6, 7], 5)
+        assert (counts(prefill), len(blocks.fetched)) == ((2, 0), 1)
+
+
+async def test_with_enforce_disagg_such_a_prompt_ends_with_a_clear_error(site: Site) -> None:
+    prefill, decode, _ = vllm_halves(site)
+    decode.fails_transfers = True
+    async with site.graph(prefill=(ONE,), enforce_disagg=True) as opened:
+        with pytest.raises(TransferFailed, match="decode failed before its first token: the transfer failed"):
+            await tokens(opened, request())
+        assert (counts(prefill), counts(decode)) == ((1, 0), (0, 1))
+
+
+async def test_a_prefill_server_that_comes_and_goes_at_once_ends_no_service(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the router kv, which needs the card of a prefill server for its stage."""
+    prefill, decode, _ = vllm_halves(site)
+    prefill.kill()
+    is_gone = anyio.Event()
+
+    @asynccontextmanager
+    async def late(*arguments: Any) -> AsyncIterator[PrefillRouter]:
+        if not is_gone.is_set():
+            prefill.kill()
+            await anyio.sleep(3)
+            is_gone.set()
+        async with prefill_stage(*arguments) as stage:
+            yield stage
+
+    monkeypatch.setattr("serving.deployment.model_graph.prefill_stage", late)
+    async with site.graph(prefill=(ONE,), router="kv") as opened:
+        prefill.restart()
+        await is_gone.wait()
+        for _ in range(40):
+            assert await tokens(opened, request()) == continued([5, 6, 7], 5)
+            await anyio.sleep(0.1)
+        prefill.restart()
+        await anyio.sleep(6)
+        before = counts(prefill)[0]
+        assert await tokens(opened, request()) == continued([5, 6, 7], 5)
+        assert (before, counts(prefill)[0], counts(decode)[1]) == (0, 1, 41)
+
+
+async def test_beside_prefill_servers_the_tokenizer_has_to_be_here(site: Site) -> None:
+    vllm_halves(site)
+    async with site.graph(prefill=(ONE,), model_path=None) as opened:
+        for one in (*opened.supervisors, *opened.prefill_supervisors):
+            assert isinstance(one.problem, InvalidArgument)
+            assert "the tokenizer of 'tiny' is not on this machine" in one.problem.message
+
+
+async def test_health_lists_the_servers_of_both_halves_as_they_are_now(site: Site) -> None:
+    prefill, _, _ = vllm_halves(site)
+
+    async def roles() -> list[str]:
+        return [*(await request_to(app(opened.graph), "/health", method="GET").run()).json["roles"]]
+
+    async with site.graph(prefill=(ONE,)) as opened:
+        assert await roles() == ["decode", "prefill"]
+        prefill.kill()
+        await anyio.sleep(3)
+        assert await roles() == ["decode"]
+
+
+async def test_blocks_of_a_client_that_left_are_fetched_by_a_server_of_their_model(site: Site) -> None:
+    """Two models behind one graph share the connector."""
+    blocks = Blocks()
+    other, prefill, decode = (
+        site.add(url, FakeHalf, blocks=blocks, model=model)
+        for url, model in ((TWO, "other"), (ONE, "tiny"), (THREE, "tiny"))
+    )
+    prefill.prefill_s, prefill.answer_s = 1.0, 0.3
+    async with site.graph(prefill=(ONE,)) as opened, anyio.create_task_group() as tasks:
+        sent = request()
+
+        async def ask() -> None:
+            with pytest.raises(Cancelled):
+                await tokens(opened, sent)
+
+        tasks.start_soon(ask)
+        await anyio.sleep(1.15)
+        assert blocks.count == 1
+        sent.stop()
+        await anyio.sleep(1)
+        assert (blocks.count, counts(other), counts(decode)) == (0, (0, 0), (0, 1))
 
 
 # -- SGLang

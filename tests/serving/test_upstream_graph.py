@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -10,32 +9,18 @@ import anyio
 import pytest
 
 from engines.upstream import OpenAIUpstream
-from operators import ModelNotFound
+from operators import KvPushRouter, ModelNotFound
 from operators.kv import KvRouterConfig
 from pipeline import Context, InvalidArgument, Unavailable
 from pipeline.protocols import PreprocessedRequest, StopConditions
-from serving.deployment import GraphConfig, UpstreamConfig
 from serving.deployment.upstream_graph import TRY_S
 from serving.http import app
-from tests.edge.model_folder import write_model_folder
 from tests.engines.upstream import worlds
 from tests.engines.upstream.openai_worlds import FakeLlama, FakeText
-from tests.engines.upstream.worlds import FakeVllm, continued
-from tests.serving.upstream_worlds import ONE, TWO, Site, generated, request, site_of, tokens
+from tests.engines.upstream.vllm_worlds import FakeVllm
+from tests.engines.upstream.worlds import continued
+from tests.serving.upstream_worlds import ONE, TWO, Site, generated, request, tokens
 from tests.serving.worlds import chat, request_to
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder."""
-    write_model_folder(path := tmp_path_factory.mktemp("model") / "tiny")
-    return path
-
-
-@pytest.fixture
-async def site(folder: Path) -> AsyncIterator[Site]:
-    async with site_of(folder) as made:
-        yield made
 
 
 async def listed(service: Any) -> list[str]:
@@ -320,6 +305,55 @@ async def test_the_router_kv_predicts_the_cache_of_a_server_without_events(site:
         assert sorted(generated(server) for server in site.servers.values()) == [0, 4]
 
 
+@pytest.mark.parametrize("shown_by", ["refusal", "loading", "start time", "a request"])
+async def test_what_was_predicted_of_a_server_that_was_started_again_is_forgotten(site: Site, shown_by: str) -> None:
+    servers = [site.add(url, FakeLlama, has_start_time=shown_by == "start time") for url in (ONE, TWO)]
+    beginning = list(range(100, 260))
+
+    async def answered() -> list[int]:
+        """How many requests each server has had, after one more."""
+        prompt = PreprocessedRequest(beginning, model="smol.gguf", stop_conditions=StopConditions(max_tokens=1))
+        await tokens(opened, Context(prompt))
+        return [len(server.requests("/completion")) for server in servers]
+
+    async with site.graph(router="kv") as opened:
+        for _ in range(3):
+            await answered()
+        found = await answered()
+        assert sorted(found) == [0, 4]
+        warm = servers[found.index(4)]
+        before = {worker.worker_id for worker in opened.workers}
+        warm.kill()
+        if shown_by == "a request":
+            await answered()  # which goes on at the other server
+            assert len(opened.workers) == 1
+        elif shown_by == "refusal":
+            await anyio.sleep(1.5)
+        warm.restart()
+        warm.is_loading = shown_by == "loading"
+        await anyio.sleep(1.5)
+        warm.is_loading = False
+        await anyio.sleep(8)
+        after = {worker.worker_id for worker in opened.workers}
+        assert (len(after), len(before & after)) == (2, 1)
+        (stage,) = [part for part in parts_of(opened, "smol.gguf") if isinstance(part, KvPushRouter)]
+        held = {rank.worker_id: blocks for rank, _, blocks in stage.router.lookup.held_blocks()}
+        assert {held[worker_id] for worker_id in after - before} == {0}
+
+
+def parts_of(opened: Any, model: str) -> Any:
+    """The stages of the graph of a model below its text."""
+    return opened.tokens.graphs[model].parts()
+
+
+async def test_a_model_path_where_nothing_is_ends_the_start(site: Site) -> None:
+    server = site.server(ONE)
+    with pytest.raises(InvalidArgument, match="/nowhere does not exist") as caught:
+        async with site.graph(model_path=Path("/nowhere")):
+            pass
+    assert (caught.value.field, server.received) == ("model_path", [])
+
+
 async def test_a_router_that_cannot_be_made_ends_the_start(site: Site) -> None:
     site.server(ONE)
     settings = KvRouterConfig(router_policy_config="/nowhere.toml")
@@ -348,45 +382,3 @@ async def test_an_error_of_the_block_is_raised_as_it_is(site: Site) -> None:
     with pytest.raises(LookupError, match="mine"):
         async with site.graph():
             raise LookupError("mine")
-
-
-# -- settings
-
-
-@pytest.mark.parametrize(
-    ("settings", "field"),
-    [
-        ({"urls": ()}, "upstream"),
-        ({"urls": (), "prefill_urls": (ONE,)}, "upstream"),
-        ({"urls": (ONE, TWO, f"{ONE}/v1")}, "upstream"),
-        ({"urls": (ONE,), "prefill_urls": (ONE,)}, "prefill_upstream"),
-        ({"urls": ("gpu-1:8000",)}, "upstream"),
-        ({"urls": (ONE,), "prefill_urls": ("ftp://x",)}, "prefill_upstream"),
-        ({"urls": (ONE,), "kind": "tgi"}, "kind"),
-    ],
-)
-def test_servers_that_cannot_be_are_refused_by_name(settings: dict[str, Any], field: str) -> None:
-    with pytest.raises(InvalidArgument) as caught:
-        UpstreamConfig(**settings)
-    assert caught.value.field == field
-
-
-@pytest.mark.parametrize(
-    ("settings", "field"),
-    [
-        ({"engine": "mocker"}, "engine"),
-        ({"workers": 2}, "workers"),
-        ({"prefill_workers": 1}, "prefill_workers"),
-        ({"enforce_disagg": True}, "enforce_disagg"),
-        ({"router": "kv", "kv_router": KvRouterConfig(min_initial_workers=2)}, "min_initial_workers"),
-        ({"router": "kv", "kv_router": KvRouterConfig(conditional_disagg_enabled=True)}, "conditional_disagg_enabled"),
-    ],
-)
-def test_what_does_not_go_with_servers_is_refused_by_name(settings: dict[str, Any], field: str) -> None:
-    with pytest.raises(InvalidArgument) as caught:
-        GraphConfig(upstream=UpstreamConfig(urls=(ONE,)), **settings)
-    assert caught.value.field == field
-
-
-def test_a_key_is_not_shown() -> None:
-    assert "secret" not in repr(UpstreamConfig(urls=(ONE,), api_key="secret"))

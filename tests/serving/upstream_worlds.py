@@ -13,7 +13,8 @@ from anyio.abc import TaskGroup
 from pipeline import Context
 from pipeline.protocols import PreprocessedRequest, StopConditions
 from serving.deployment import GraphConfig, HostOptions, Retry, UpstreamConfig, UpstreamGraph, upstream_graph
-from tests.engines.upstream.worlds import FakeServer, FakeVllm
+from tests.engines.upstream.vllm_worlds import FakeVllm
+from tests.engines.upstream.worlds import FakeServer
 
 Server = TypeVar("Server", bound=FakeServer)
 
@@ -70,7 +71,9 @@ async def site_of(folder: Path) -> AsyncIterator[Site]:
     async with anyio.create_task_group() as tasks:
         site = Site(tasks, folder)
         yield site
-        await anyio.sleep(1)
+        for _ in range(100):
+            if site.left():
+                await anyio.sleep(0.01)
         left += site.left()
         tasks.cancel_scope.cancel()
     assert left == []

@@ -134,8 +134,8 @@ class GenerationEndpoint:
     def _find_model(self, request: OpenAIRequest) -> ServedModel:
         """Return the model of the request.
 
-        Raise Refusal while not ready or without any model (503), for fields that will never be supported (501), for an
-        unknown name (404).
+        Raise Refusal while not ready, without any model or for one that is awaited (503), for fields that will never be
+        supported (501), for an unknown name (404).
         """
         self._service.availability.check()
         for name in NOT_IMPLEMENTED:
@@ -144,7 +144,7 @@ class GenerationEndpoint:
         model = self._service.models.get(request.model)
         if model is None:
             self._validate(request)  # an empty name is an invalid one first
-            self._service.check_models()
+            self._service.check_absent(request.model)
             raise Refusal(404, "Model not found")
         return model
 

@@ -13,7 +13,7 @@ import pytest
 from pipeline import InvalidArgument
 from serving.access import Gate, TrustedProxies, is_loopback, new_key
 from serving.server import listen
-from serving.server_options import AccessOptions
+from serving.settings import AccessOptions
 from tests.serving.access.worlds import Certificates
 
 PUBLIC = ("0.0.0.0", "::")

@@ -108,7 +108,7 @@ async def test_metrics_and_workers_are_for_keys_that_may_see_them() -> None:
     engine = hello()
     service = guarded(engine, ring(privileges=["admin"]))
     assert (await page(service, "/metrics", bearer())).status == 200
-    assert (await page(service, "/health", bearer())).json.keys() == {"status", "endpoints", "instances"}
+    assert (await page(service, "/health", bearer())).json.keys() == {"status", "endpoints", "instances", "roles"}
     refused = await page(guarded(engine, ring()), "/metrics", bearer())
     assert refused.status == 403
     assert "`admin`" in refused.json["message"]

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import InvalidArgument
-from serving.access import SHORTEST_KEY, ApiKey, KeyRing, WatchedFiles, all_keys, hash_of, key_ring, new_key
+from serving.access import SHORTEST_KEY, ApiKey, KeyRing, WatchedFiles, all_keys, hash_of, key_ring, new_key, table_of
 from serving.access.key_ring import Bucket
 
 KEY = "penstock-0123456789abcdefghijklmnopqrstuv"
@@ -64,6 +64,13 @@ def test_the_command_hashes_a_key_from_standard_input_and_refuses_a_short_one() 
     assert tomllib.loads(printed)["key"][0]["hash"] == hash_of(KEY)
     refused = subprocess.run(command, input="secret", capture_output=True, text=True, check=False, timeout=30)
     assert (refused.returncode, "secret" in refused.stderr + refused.stdout) == (2, False)
+
+
+def test_a_table_is_not_made_of_a_name_that_the_file_could_not_have() -> None:
+    with pytest.raises(InvalidArgument, match="must be 1 to 64 letters") as refused:
+        table_of("a b", KEY)
+    assert (refused.value.field, refused.value.__cause__) == ("name", None)
+    assert tomllib.loads(table_of("a", KEY)) == tomllib.loads(table("a"))
 
 
 # -- where keys come from

@@ -13,6 +13,7 @@ from starlette.routing import Mount
 from operators import Detokenize, Model, Preprocess
 from pipeline.telemetry import traced
 from pipeline.testing import ScriptedEngine
+from serving.deployment import GraphConfig, HostOptions, hosted_graph
 from serving.http import HttpOptions, app
 from tests.serving.worlds import Exchange, last, request_to, token
 
@@ -89,7 +90,21 @@ async def test_health_names_the_instances_there_are() -> None:
         "status": "healthy",
         "endpoints": ["ns/a/ep", "ns/b/ep"],
         "instances": ["ns/a/ep/1", "ns/b/ep/1", "ns/b/ep/2"],
+        "roles": {"aggregated": ["ns/a/ep/1", "ns/b/ep/1", "ns/b/ep/2"]},
     }
+
+
+async def test_health_names_the_workers_of_both_halves_by_role() -> None:
+    config = GraphConfig(engine="mocker", workers=2, prefill_workers=1)
+    async with hosted_graph(config, HostOptions({})) as opened:
+        health = (await page(app(opened.graph), "/health")).json
+        decode, prefill = (
+            sorted(f"{worker.endpoint}/{worker.worker_id}" for worker in those)
+            for those in (opened.workers, opened.prefill_workers)
+        )
+        assert health["roles"] == {"decode": decode, "prefill": prefill}
+        assert health["instances"] == sorted([*decode, *prefill])
+        assert health["endpoints"] == ["dyn://penstock.backend.generate", "dyn://penstock.prefill.generate"]
 
 
 @pytest.mark.parametrize("outer", ["starlette", "fastapi"])

@@ -85,3 +85,15 @@ async def test_without_any_model_the_app_is_not_ready() -> None:
     switch.add("m", Pool("m"))
     assert await text_of(service, "m") == "m"
     assert (await request_to(service, "/health", method="GET").run()).status == 200
+
+
+async def test_a_model_that_is_awaited_is_not_listed_and_clients_come_back_later(switch: Switch[Any, Any]) -> None:
+    service = app(switch)
+    switch.remove("a")
+    switch.expect("a")
+    assert await listed(service) == ["b"]
+    refused = await chat(service, model="a").run()
+    assert (refused.status, refused.json["message"]) == (503, "No worker of the model is there now")
+    assert (await chat(service, model="c").run()).status == 404
+    switch.add("a", Pool("back"))
+    assert await text_of(service, "a") == "back"

@@ -1,0 +1,134 @@
+"""Workers of a runtime in front of servers that run already, each kept in service by a supervisor of its own.
+
+front ends ──► runtime ──► Worker of an Upstream ──► server          their graphs are those of other processes
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING
+
+import anyio
+from attrs import evolve
+
+from engines import Worker
+from operators import Model
+from pipeline import InvalidArgument
+from pipeline.errors import EngineShutdown
+from pipeline.network import Runtime
+
+from ..retry import Retry
+from .announced_adapters import announced_adapters
+from .config import GraphConfig, HostOptions
+from .kv_routing import event_log
+from .model_pools import folder_of, no_tokenizer
+from .supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from engines.upstream import ServerFacts
+
+Beside = Callable[[Worker], AbstractAsyncContextManager[None]]
+"""Gives what runs beside a worker while it is in service."""
+
+
+@asynccontextmanager
+async def upstream_workers(
+    config: GraphConfig, hosting: HostOptions, runtime: Runtime, beside: Beside, *, retry: Retry | None = None
+) -> AsyncIterator[Sequence[Supervisor]]:
+    """Keep a worker in the runtime for each server of `config.upstream`, with the part of requests of `config.worker`.
+
+    A server that is down is tried again, and is a new worker when it is back. The end of the block makes the workers
+    invisible, waits for the grace period of `hosting.times` and then for their requests, and ends them. Raise
+    InvalidArgument for a `model_path` where nothing is.
+    """
+    assert config.upstream is not None
+    if config.model_path is not None and not config.model_path.exists():
+        raise InvalidArgument(f"{config.model_path} does not exist", field="model_path")
+    servers = _Servers(config, hosting, runtime, beside)
+    supervisors = [Supervisor(url, lambda url=url: servers.serving(url), retry) for url in config.upstream.urls]  # type: ignore[misc]
+    failure: Exception | None = None
+    async with anyio.create_task_group() as tasks:
+        try:
+            for one in supervisors:
+                tasks.start_soon(one.run)
+            yield supervisors
+            await _finish(supervisors, hosting)
+        except Exception as error:  # the block's own: it is raised as it is, not inside a group
+            failure = error
+        tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+async def _finish(supervisors: Sequence[Supervisor], hosting: HostOptions) -> None:
+    """Let other processes see that the workers go, and then let the requests end that they have."""
+    served = [one.worker.served for one in supervisors if one.worker is not None and one.worker.served is not None]
+    if not served:
+        return
+    for one in served:
+        await one.unpublish()
+    await anyio.sleep(hosting.times.grace_s)
+    for one in served:
+        await one.withdraw()
+    with anyio.move_on_after(hosting.times.timeout_s):
+        for one in served:
+            await one.drained()
+
+
+class _Servers:
+    """Makes the workers of servers."""
+
+    def __init__(self, config: GraphConfig, hosting: HostOptions, runtime: Runtime, beside: Beside) -> None:
+        assert config.upstream is not None
+        self._upstream, self._config, self._hosting = config.upstream, config, hosting
+        self._runtime, self._beside = runtime, beside
+        self._connector = config.upstream.new_connector()
+        self._models: dict[str, tuple[GraphConfig, Model]] = {}
+        """By the name that servers have for them."""
+        self._loading = anyio.Lock()
+
+    @asynccontextmanager
+    async def serving(self, url: str) -> AsyncIterator[Worker]:
+        """Give a worker of the server in service. Raise what the server's discovery raises."""
+        mode, transport = self._config.worker.disaggregation_mode, self._hosting.transports.get(url)
+        engine = await self._upstream.engine(url, mode, self._connector, transport)
+        try:
+            facts = await engine.discover()
+            self._upstream.check_mode(engine, url, mode)
+            config, model = await self._model_of(facts)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await engine.cleanup()
+            raise
+        hosting, settings = self._hosting, config.worker_settings(model)
+        may_prefill = settings.may_prefill and self._upstream.may_prefill(engine)
+        worker = Worker(
+            engine,
+            evolve(settings, may_prefill=may_prefill),
+            runtime=self._runtime,
+            metrics=hosting.metrics,
+            environment=hosting.environment,
+            health=hosting.health,
+            times=hosting.times,
+            kv_event_log=event_log,
+            tracer=hosting.tracer,
+        )
+        async with worker, announced_adapters(worker, engine), self._beside(worker):
+            if engine.known.model != facts.model:
+                raise EngineShutdown(f"{url} was started again with another model")
+            yield worker
+
+    async def _model_of(self, facts: ServerFacts) -> tuple[GraphConfig, Model]:
+        """Return the model of a server, read once, and its config. Raise InvalidArgument without a tokenizer here."""
+        async with self._loading:
+            if (known := self._models.get(facts.model)) is None:
+                if (folder := folder_of(facts, self._config)) is None:
+                    raise no_tokenizer(facts)
+                name = self._config.model_name or facts.model
+                config = evolve(self._config.in_namespace_of(name), model_path=folder, model_name=name)
+                model = await config.loaded_model()
+                lengths = [each for each in (model.context_length, facts.context_length) if each is not None]
+                model = evolve(model, context_length=min(lengths, default=None))
+                known = self._models[facts.model] = config, model
+        return known
