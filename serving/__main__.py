@@ -12,6 +12,7 @@ _EXTRA = {
 _OTHER_EXTRAS = {
     "plotly": "report",
     "zmq": "upstream",
+    "nats": "nats",
     **dict.fromkeys(("torch", "transformers", "gguf", "accelerate"), "torch"),
 }
 """The extras of libraries that only some commands need."""

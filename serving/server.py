@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any, cast
 
@@ -17,14 +16,16 @@ import uvicorn
 from anyio.abc import TaskGroup
 
 from engines.worker import ProcessWatch, termination_signals
-from pipeline import InvalidArgument
-from pipeline.settings import Variable, whole
+from pipeline.settings import Variable, number, whole
 
 from .http import Availability
 from .limits import HttpLimits
+from .listeners import BACKLOG
+from .listeners import listen as listen
+from .listeners import url_of as url_of
 from .open_files import OpenFiles
 from .problems import Problem
-from .socket import AppHost, Connection, Connections, limit_unsent
+from .socket import AppHost, Connection, Connections, OneByOne, PortShares
 
 _uvicorn_log = logging.getLogger("uvicorn.error")
 
@@ -35,13 +36,22 @@ GRACE = Variable(
     whole(0, 10**9, unit=1.0),
 )
 
+HAND_OVER: Variable[float | None] = Variable(
+    "PENSTOCK_HTTP_HAND_OVER_SECS",
+    None,
+    "Seconds after the first signal in which requests are still taken; each answer closes its connection. 1 for a front"
+    " end that shares its port with others, else 0.",
+    number(0),
+)
+
 _FLUSH_S = 2
 """How long killed requests may send their last bytes."""
 
 _CUT_OFF_S = 1
 """How long a cancelled request may take to end."""
 
-_BACKLOG = 2048
+_LOOK_EVERY_S = 0.05
+"""Between two looks at the connections that are left."""
 
 DEFAULT_LIMITS = HttpLimits()
 
@@ -75,6 +85,8 @@ class HttpServer:
         listener: socket.socket,
         *,
         is_first: bool = True,
+        is_shared: bool = False,
+        shares: PortShares | None = None,
         limits: HttpLimits = DEFAULT_LIMITS,
         refused: Callable[[Problem, str], object] = lambda problem, client: None,
         trusted: Callable[[str], bool] = lambda address: False,
@@ -83,7 +95,8 @@ class HttpServer:
         """`refused` gets each problem that ends a connection outside the app, and the client's address.
 
         `trusted` returns whether an address is a proxy's, which has no limit of connections per client. `tls`: None for
-        plain HTTP. `is_first`: whether this server of the process's servers logs that no files are left.
+        plain HTTP. `is_first`: whether this server of the process's servers logs that no files are left. `is_shared`:
+        whether other processes take connections from the listener too, which have those in `shares`.
         """
         self._listener = listener
         self.url = url_of(listener, "http" if tls is None else "https")
@@ -100,7 +113,8 @@ class HttpServer:
         self._open_files = OpenFiles(listener.fileno()) if is_first else None
         self._is_over = False
         self._connections = Connections(limits, refused=refused, trusted=trusted)
-        self._server = _Uvicorn(application, config, self._open_files, self._connections, tls)
+        self._server = _Uvicorn(application, config, self._open_files, self._connections, tls, is_shared, shares)
+        self._is_shared = is_shared
 
     async def run(self) -> None:
         """Serve until `stop`; asyncio only. Answers under way then get a short time before they are cut off."""
@@ -121,6 +135,22 @@ class HttpServer:
                 _uvicorn_log.setLevel(level)
                 if self._open_files is not None:
                     loop.set_exception_handler(handler)
+
+    async def hand_over(self, within_s: float) -> None:
+        """Prepare an end that no client notices, within this time.
+
+        Each connection gets one more answer, which closes it, and one without a request is closed in the end; clients
+        then connect again, to another process. If the listener is shared, new connections are left to others at once,
+        and this returns when none is open.
+        """
+        if self._is_shared:
+            self._server.stop_listening()
+        self._server.host.is_draining = True
+        with anyio.move_on_after(within_s):
+            while self._connections.open or not self._is_shared:  # noqa: ASYNC110  (connections know no event)
+                await anyio.sleep(_LOOK_EVERY_S)
+        for connection in list(self._connections.open):
+            connection.shutdown()
 
     def count_connections(self) -> int:
         """Return the number of open connections. Any thread may call it."""
@@ -157,21 +187,38 @@ class _Uvicorn(uvicorn.Server):
         open_files: OpenFiles | None,
         connections: Connections,
         tls: ssl.SSLContext | None,
+        is_shared: bool,
+        shares: PortShares | None,
     ) -> None:
         super().__init__(config)
         self.servers = []
+        self._taking: list[OneByOne] = []
+        self._is_shared, self._shares = is_shared, shares
         self._open_files = open_files
         self._tls = tls
         self.server_state.connections = cast("set[Any]", connections.open)
-        self._host = AppHost(application, connections, tasks=self.server_state.tasks)
+        self.host = AppHost(application, connections, tasks=self.server_state.tasks)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
+        if self._is_shared:
+            taking = [
+                OneByOne(each, self._connection, count=self._count, shares=self._shares) for each in sockets or ()
+            ]
+            self.servers = cast("list[asyncio.Server]", taking)
+            self._taking = taking
+            self.started = True
+            return
         self.servers = [
-            await loop.create_server(lambda: Connection(self._host, self._tls), sock=each, backlog=_BACKLOG)
-            for each in sockets or ()
+            await loop.create_server(self._connection, sock=each, backlog=BACKLOG) for each in sockets or ()
         ]
         self.started = True
+
+    def _connection(self) -> Connection:
+        return Connection(self.host, self._tls)
+
+    def _count(self) -> int:
+        return len(self.host.connections.open)
 
     def stop_listening(self) -> None:
         """Close the listening sockets. A cancelled `serve` leaves them open."""
@@ -182,12 +229,14 @@ class _Uvicorn(uvicorn.Server):
         """Called ten times a second."""
         if self._open_files is not None and not self.should_exit:
             self._open_files.check()
+        for each in self._taking:
+            each.report()
         is_over = await super().on_tick(counter)
-        self._host.set_defaults(self.server_state.default_headers)
+        self.host.set_defaults(self.server_state.default_headers)
         return is_over
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._host.is_draining = True
+        self.host.is_draining = True
         await super().shutdown(sockets)
 
     @contextmanager
@@ -252,14 +301,24 @@ def listening_after(watch: ProcessWatch) -> Iterator[None]:
         watch.keep_listening()  # the default handlers would end the process by the signal
 
 
-async def serve(server: HttpServer, availability: Availability, interrupts: Interrupts, grace_s: float) -> None:
+async def serve(
+    server: HttpServer,
+    availability: Availability,
+    interrupts: Interrupts,
+    grace_s: float,
+    *,
+    hand_over_s: float = 0.0,
+) -> None:
     """Serve until a signal: the first one drains, the second one ends at once.
 
     While draining, `/health` answers 503, new requests are refused, and running ones may go on for `grace_s` before
-    they are killed.
+    they are killed. For `hand_over_s` before that, `/health` is 503 already and connections are handed over.
     """
 
     async def drain() -> None:
+        if hand_over_s:
+            availability.hand_over()
+            await server.hand_over(hand_over_s)
         await availability.drain(grace_s)
         server.stop()
 
@@ -270,47 +329,6 @@ async def serve(server: HttpServer, availability: Availability, interrupts: Inte
     async with running() as tasks:
         interrupts.first, interrupts.second = (lambda: tasks.start_soon(drain)), cut
         await server.run()
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket whose connections send every token at once, without waiting to fill a packet.
-
-    Port 0 is any free one. Raise InvalidArgument, its field `host` or `port`, if it cannot listen there. Event loops
-    turn Nagle's algorithm off only for sockets that are made as TCP, and uvicorn's own are not.
-    """
-    try:
-        known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, _, _, address = known[0]
-        with ExitStack() as opening:
-            listener = opening.enter_context(socket.socket(family, kind, socket.IPPROTO_TCP))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            limit_unsent(listener)
-            listener.bind(address)
-            listener.listen(_BACKLOG)
-            opening.pop_all()
-    except OSError as error:
-        raise _no_address(error, host, port) from error
-    return listener
-
-
-def _no_address(error: OSError, host: str, port: int) -> InvalidArgument:
-    """Return the error of an address that cannot be listened on."""
-    if isinstance(error, socket.gaierror):
-        return InvalidArgument(f"{host!r} is no known host: {error.strerror}", field="host")
-    if error.errno == errno.EADDRNOTAVAIL:
-        return InvalidArgument(f"{host} is no address of this machine", field="host")
-    if error.errno == errno.EADDRINUSE:
-        return InvalidArgument(f"port {port} on {host} is in use; 0 takes a free one", field="port")
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return InvalidArgument(f"no permission to listen at port {port} on {host}", field="port")
-    return InvalidArgument(f"cannot listen at port {port} on {host}: {error.strerror}", field="port")
-
-
-def url_of(listener: socket.socket, scheme: str = "http") -> str:
-    """Return the URL of a listening socket."""
-    host, port = listener.getsockname()[:2]
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:

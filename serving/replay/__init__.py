@@ -13,6 +13,7 @@ from .report import (
     RequestReport,
     comparison_text,
     make_report,
+    read_reports,
     replay_settings,
     report_text,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "make_report",
     "parse_faults",
     "plan_faults",
+    "read_reports",
     "read_trace",
     "replay_settings",
     "report_text",

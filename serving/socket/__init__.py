@@ -8,5 +8,7 @@ with brought_by("serve", by=__name__):
     from .closing import AppHost, limit_unsent
     from .connection import Connection
     from .connections import Connections, Refused
+    from .one_by_one import OneByOne
+    from .port_shares import PORT_SHARES, PortShares
 
-__all__ = ["AppHost", "Connection", "Connections", "Refused", "limit_unsent"]
+__all__ = ["PORT_SHARES", "AppHost", "Connection", "Connections", "OneByOne", "PortShares", "Refused", "limit_unsent"]

@@ -46,6 +46,8 @@ class Sweepable(Protocol):
 
     def abort(self) -> None: ...
 
+    def shutdown(self) -> None: ...
+
 
 class Connections:
     """The open connections of one server.

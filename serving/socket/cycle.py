@@ -71,6 +71,7 @@ class Cycle:
         "_left_bytes",
         "_more_body",
         "_on_gone",
+        "_unsent_head",
         "awaits_continue",
         "gone",
         "is_complete",
@@ -83,7 +84,7 @@ class Cycle:
         self._head = head.method == "HEAD"
         self._channel = channel
         self._keep_alive = head.keep_alive
-        self._body = b""
+        self._body = self._unsent_head = b""
         self._more_body = head.length_bytes != 0
         self._delivered = False
         self._changed = Waiters()
@@ -206,8 +207,7 @@ class Cycle:
             body = message.get("body", b"")
             if message.get("more_body"):
                 if self._left_bytes == _CHUNKED:  # the tokens of a stream come this way
-                    if body:
-                        channel.write(b"%x\r\n%b\r\n" % (len(body), body))
+                    self._put(b"%x\r\n%b\r\n" % (len(body), body) if body else b"")
                 else:
                     self._write(body)
             else:
@@ -232,8 +232,13 @@ class Cycle:
         if not self._keep_alive and not closes:
             own.append(CLOSE)
         head = answer_head(status, channel.default_lines, own)
-        self.is_started, self.awaits_continue = True, False
-        channel.write(head)
+        self.is_started, self.awaits_continue, self._unsent_head = True, False, head
+
+    def _put(self, data: bytes) -> None:
+        """Write a part of the answer; its first part, also an empty one, leaves with the head."""
+        head, self._unsent_head = self._unsent_head, b""
+        if head or data:
+            self._channel.write(head + data if head else data)
 
     def _write(self, body: bytes) -> None:
         """Write a part of a body that has a length, or ends with the connection."""
@@ -241,13 +246,12 @@ class Cycle:
             self._left_bytes -= len(body)
             if self._left_bytes < 0:
                 raise RuntimeError("Response content longer than Content-Length")
-        if body and not self._head:
-            self._channel.write(body)
+        self._put(b"" if self._head else body)
 
     def _finish(self, body: bytes) -> None:
         if self._left_bytes == _CHUNKED:
             last = b"%x\r\n%b\r\n%b" % (len(body), body, _LAST_CHUNK) if body else _LAST_CHUNK
-            self._channel.write(last)
+            self._put(last)
         else:
             self._write(body)
             if self._left_bytes > 0:

@@ -102,3 +102,28 @@ def test_a_template_of_the_worker_replaces_the_models(tmp_path: Path) -> None:
 def test_only_a_mock_engine_takes_prompts_in_the_ids_of_any_model() -> None:
     assert not GraphConfig(engine="mocker").load_model().checks_token_ids
     assert GraphConfig(engine="echo").load_model().checks_token_ids
+
+
+def test_workers_that_share_a_runtime_are_in_a_namespace_of_their_model() -> None:
+    config = GraphConfig(worker=WorkerConfig(namespace="here"))
+    assert config.in_namespace_of("tiny").worker.namespace == "here-tiny"
+    other, same = config.in_namespace_of("Org/Tiny"), config.in_namespace_of("org/tiny")
+    assert other.worker.namespace.startswith("here-org-tiny-")
+    assert other.worker.namespace != same.worker.namespace
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"engine": "mocker"}, {"workers": 2}, {"prefill_workers": 1}, {"model_name": "m"}, {"model_path": Path()}],
+)
+def test_a_front_end_of_announced_workers_has_neither_engine_nor_model(fields: dict[str, Any]) -> None:
+    (name,) = fields
+    with pytest.raises(InvalidArgument, match="other processes") as refused:
+        GraphConfig(is_announced=True, **fields)
+    assert refused.value.field == name
+
+
+def test_the_router_of_a_front_end_may_wait_for_workers_and_insist_on_prefill_workers() -> None:
+    GraphConfig(is_announced=True, router="kv", kv_router=KvRouterConfig(min_initial_workers=5), enforce_disagg=True)
+    with pytest.raises(InvalidArgument):
+        GraphConfig(router="kv", kv_router=KvRouterConfig(min_initial_workers=5))

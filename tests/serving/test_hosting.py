@@ -184,7 +184,7 @@ def test_an_engine_that_cannot_start_is_shown_with_its_class_and_place(
     assert (done.returncode, done.stderr.splitlines()) == (code, lines)
 
 
-@pytest.mark.parametrize("engine", ["own_engine:Broken", "absent:Engine"])
+@pytest.mark.parametrize("engine", ["own_engine:Broken", pytest.param("absent:Engine", marks=pytest.mark.slow)])
 def test_the_whole_traceback_is_shown_where_it_is_wanted(own_engine: Path, engine: str) -> None:
     done = ended(own_engine, "graph", "--engine", engine, "--log-level", "debug")
     assert "Traceback (most recent call last)" in done.stderr
@@ -202,7 +202,7 @@ def test_an_engine_that_breaks_ends_its_program_as_a_failure(own_engine: Path, c
     "command",
     [
         ("serve", "--engine", "own_engine:Slow"),
-        ("serve", "--engine", "own_engine:made_slowly"),
+        pytest.param(("serve", "--engine", "own_engine:made_slowly"), marks=pytest.mark.slow),
         ("worker", "own_engine:made_slowly"),
     ],
 )

@@ -10,9 +10,9 @@ import pytest
 
 from operators import Model
 from pipeline import InvalidArgument
-from serving.cli.options import ModelOptions
 from serving.deployment import GraphConfig
 from serving.packaged_models import PACKAGED_MODELS, PackagedModel
+from serving.settings import ModelOptions
 
 PACKAGE = "a_packaged_model"
 
@@ -50,6 +50,7 @@ def test_without_a_packaged_model_the_path_and_the_name_hold(tmp_path: Path) -> 
     assert ModelOptions(model_path=tmp_path, model_name="m").graph_fields() == {
         "model_path": tmp_path,
         "model_name": "m",
+        "lora": {},
     }
 
 

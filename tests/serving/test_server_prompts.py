@@ -3,50 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
-from attrs import define
 
 from pipeline import Cancelled, Context, InvalidArgument
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 from serving.http import app
-from tests.edge.model_folder import write_model_folder
-from tests.engines.upstream.wire import Line, Received
-from tests.engines.upstream.worlds import FakeVllm, continued
-from tests.serving.upstream_worlds import ONE, TWO, Site, request, site_of, tokens
+from tests.engines.upstream.vllm_worlds import FakeVllm, Tokenizing
+from tests.engines.upstream.worlds import continued
+from tests.serving.upstream_worlds import ONE, TWO, Site, request, tokens
 from tests.serving.worlds import chat, complete
-
-
-@define(eq=False)
-class Tokenizing(FakeVllm):
-    """A vLLM that makes tokens of prompts too."""
-
-    async def answer(self, line: Line, received: Received) -> None:
-        if received.path == "/tokenize":
-            await self.tokenize(line, received.json)
-        else:
-            await super().answer(line, received)
-
-    async def tokenize(self, line: Line, asked: dict[str, Any]) -> None:
-        """A token for each byte of a prompt; of a chat, for each byte of its JSON with what belongs to the template."""
-        text = asked["prompt"] if "prompt" in asked else json.dumps({**asked, "model": None}, sort_keys=True)
-        tokens = list(text.encode())
-        if len(tokens) >= self.context_length:
-            await line.whole(400, {"error": {"message": "too long", "type": "BadRequestError", "code": 400}})
-            return
-        answer = {"count": len(tokens), "max_model_len": self.context_length, "tokens": tokens, "token_strs": None}
-        await line.whole(200, answer)
-
-
-@pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    write_model_folder(folder := tmp_path / "tiny")
-    async with site_of(folder) as made:
-        yield made
 
 
 def generated(server: FakeVllm) -> list[Any]:
@@ -81,6 +49,51 @@ async def test_a_chat_is_rendered_by_the_template_of_the_server(site: Site) -> N
         assert (asked["model"], "temperature" in asked) == ("tiny", False)
         prompt = list(json.dumps({**asked, "model": None}, sort_keys=True).encode())
         assert answer.text == text(prompt, 2)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "sent"),
+    [
+        ({}, {"add_generation_prompt": True}),
+        ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
+        ({"continue_final_message": True}, {"add_generation_prompt": False, "continue_final_message": True}),
+        ({"tools": [TOOL], "tool_choice": "none"}, {"add_generation_prompt": True}),
+        (
+            {"reasoning_effort": "none"},
+            {
+                "add_generation_prompt": True,
+                "chat_template_kwargs": {"reasoning_effort": "none", "thinking": False, "enable_thinking": False},
+            },
+        ),
+    ],
+)
+async def test_a_chat_is_rendered_as_a_local_template_would_do_it(
+    site: Site, fields: dict[str, Any], sent: dict[str, Any]
+) -> None:
+    server = site.add(ONE, Tokenizing, root="org/tiny")
+    async with site.graph(model_path=None) as opened:
+        assert (await chat(app(opened.graph), model="tiny", max_tokens=1, **fields).run()).status == 200
+        (asked,) = [one.json for one in server.requests("/tokenize") if one.json.get("messages")]
+        assert asked == {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **sent}
+
+
+async def test_a_raw_chat_is_its_text(site: Site) -> None:
+    server = site.add(ONE, Tokenizing, root="org/tiny")
+    async with site.graph(model_path=None) as opened:
+        raw: dict[str, Any] = {"nvext": {"use_raw_prompt": True}}
+        assert (await chat(app(opened.graph), model="tiny", max_tokens=1, **raw).run()).status == 200
+        assert [one["prompt"] for one in generated(server)] == [list(b"hi")]
+
+
+async def test_a_chat_that_begins_and_continues_an_answer_is_refused(site: Site) -> None:
+    server = site.add(ONE, Tokenizing, root="org/tiny")
+    async with site.graph(model_path=None) as opened:
+        both: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": True}
+        answer = await chat(app(opened.graph), model="tiny", **both).run()
+        assert (answer.status, generated(server)) == (400, [])
 
 
 async def test_prompts_of_tokens_are_not_tokenized(site: Site) -> None:

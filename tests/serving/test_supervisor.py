@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 
 import anyio
 import pytest
 
 from engines import EchoEngine, EngineConfig, Worker, WorkerConfig, WorkerState
 from pipeline import CannotConnect, Disconnected, InvalidArgument, PenstockError, Unknown
-from pipeline.errors import EngineShutdown
+from pipeline.errors import EngineShutdown, ResponseTimeout
 from pipeline.network import Runtime
 from serving.deployment.supervisor import Retry, Supervisor
 
@@ -132,6 +133,22 @@ async def test_a_worker_that_served_long_is_missed_for_a_short_time_only() -> No
             assert supervisor.worker is not None
 
 
+async def test_tries_that_take_long_to_fail_are_made_less_and_less_often() -> None:
+    tries_s: list[float] = []
+
+    @asynccontextmanager
+    async def silent() -> AsyncIterator[Worker]:
+        tries_s.append(anyio.current_time())
+        await anyio.sleep(200)
+        raise ResponseTimeout("the server sent nothing for 200 s")
+        yield
+
+    with anyio.move_on_after(900):
+        await Supervisor("x", silent, RETRY).run()
+    gaps_s = [after - before - 200 for before, after in pairwise(tries_s)]
+    assert gaps_s == pytest.approx([1, 2, 4, 8])
+
+
 async def test_a_mistake_of_the_configuration_is_an_error_and_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     server = Server()
     server.is_down = InvalidArgument("it has no 'llama'", field="model")
@@ -139,6 +156,7 @@ async def test_a_mistake_of_the_configuration_is_an_error_and_is_tried_again(cap
         await anyio.sleep(0.5)
         (record,) = [record for record in caplog.records if "left out" in record.getMessage()]
         assert record.levelno == logging.ERROR
+        assert record.getMessage() == "server 1 is left out: InvalidArgument (model): it has no 'llama'"
         server.is_down = None
         await anyio.sleep(1)
         assert supervisor.worker is not None

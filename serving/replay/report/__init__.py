@@ -21,7 +21,7 @@ from .figures import (
     titled,
     worker_name,
 )
-from .report import INTERRUPTED, Balance, ErrorReport, Report, RequestReport, WorkerReport
+from .report import INTERRUPTED, Balance, ErrorReport, Report, RequestReport, WorkerReport, read_reports
 from .series import Series
 from .settings import replay_settings
 from .summary import Limits, make_report, request_report
@@ -59,6 +59,7 @@ __all__ = [
     "new_table",
     "number",
     "rank",
+    "read_reports",
     "replay_settings",
     "report_text",
     "request_report",

@@ -9,8 +9,9 @@ migrations and a time series are part of it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 import attrs
@@ -226,6 +227,28 @@ class Report:
         """
         plain = _NEWER | wire.from_json(data, dict[str, Any])
         return wire.from_plain({name: _nested(name, keys, plain) for name, keys in _KEYS.items()}, cls)
+
+
+def read_reports(paths: Sequence[Path]) -> dict[str, Report]:
+    """Return the reports of the files, named after them; by the whole path if two files have one name.
+
+    Raise InvalidArgument for fewer than two, one given twice, and a file that is no report or cannot be read.
+    """
+    stems = [path.stem for path in paths]
+    named = {path.stem if stems.count(path.stem) == 1 else str(path): _read(path) for path in paths}
+    if len(named) < max(2, len(paths)):
+        what = "needs two reports at least" if len(paths) < 2 else "a report is given twice"
+        raise InvalidArgument(what, field="reports")
+    return named
+
+
+def _read(path: Path) -> Report:
+    try:
+        return Report.from_json(path.read_bytes())
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{path} is no report: {error}", cause=error) from error
+    except OSError as error:
+        raise InvalidArgument(f"cannot read {path}: {error.strerror or error}", cause=error) from error
 
 
 def _written_out(value: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
-from types import SimpleNamespace
 
 import anyio
 import httpx2
@@ -152,9 +151,7 @@ async def test_a_request_that_is_open_when_the_engine_is_closed_ends_with_discon
         assert len(server.lines) == 1
 
 
-async def test_a_connection_that_was_idle_for_long_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    # httpx2 looks at this clock whatever loop it is in.
-    monkeypatch.setattr("httpcore2._async.http11.time", SimpleNamespace(monotonic=anyio.current_time))
+async def test_a_connection_that_was_idle_for_long_is_not_used_again() -> None:
     async with serve(answering(chunk("a", "length"), DONE)) as server, engine_of(server) as engine:
         for idle_s, connections in ((0.0, 1), (3.9, 1), (4.1, 2)):
             await anyio.sleep(idle_s)

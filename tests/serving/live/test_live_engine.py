@@ -20,6 +20,7 @@ from pipeline.protocols import (
     PreprocessedRequest,
     RoutingHints,
     SamplingOptions,
+    StopConditions,
 )
 from pipeline.telemetry import extract
 from pipeline.testing import check_engine
@@ -49,8 +50,6 @@ class Canned(ByteStream):
         self.is_open = True
 
     async def send(self, item: bytes) -> None:
-        if item.startswith(b"POST"):  # the body comes after the head
-            return
         if b'"prompt":[1]' in item:
             self.parts = [b"HTTP/1.1 400 x\r\nContent-Length: 2\r\n\r\nno"]
             return
@@ -97,6 +96,14 @@ async def test_it_holds_the_contract_of_an_engine() -> None:
 
 
 # -- requests
+
+
+async def test_what_ends_an_answer_is_sent() -> None:
+    async with serve(answering(chunk("", "length"), DONE)) as server, engine_of(server) as engine:
+        stop = StopConditions(max_tokens=3, stop=["\n"], stop_token_ids=[7])
+        await outputs(engine, prompt(stop_conditions=stop))
+        sent = server.received[0].json
+        assert (sent["max_tokens"], sent["stop"], sent["stop_token_ids"]) == (3, ["\n"], [7])
 
 
 async def test_a_request_wants_exactly_its_tokens_from_prompt_ids() -> None:
@@ -152,8 +159,31 @@ async def test_a_server_that_knows_nvext_gets_the_priority_and_returns_ids_worke
         assert received["stream_options"] == {"include_usage": True}
 
 
+async def test_the_adapter_of_a_request_is_the_model_that_answers() -> None:
+    async with serve(answering(chunk("", "length"), DONE)) as server, engine_of(server) as engine:
+        await outputs(engine, prompt(routing=RoutingHints(lora_name="french")))
+        assert server.received[0].json["model"] == "french"
+
+
+async def test_a_server_that_knows_nvext_keeps_tenants_and_reasoning_apart() -> None:
+    async with serve(answering(chunk("", "length"), DONE)) as server, engine_of(server, nvext=True) as engine:
+        stop = StopConditions(max_tokens=3, max_thinking_tokens=2)
+        await outputs(engine, prompt(stop_conditions=stop, routing=RoutingHints(cache_namespace="a tenant's")))
+        sent = server.received[0].json["nvext"]
+        assert (sent["cache_salt"], sent["max_thinking_tokens"]) == ("a tenant's", 2)
+
+
 @pytest.mark.parametrize(
-    "more", [{"prompt_embeds": "x"}, {"sampling_options": SamplingOptions(n=2)}, {"multi_modal_data": {}}]
+    "more",
+    [
+        {"prompt_embeds": "x"},
+        {"multi_modal_data": {}},
+        {"sampling_options": SamplingOptions(n=2)},
+        {"sampling_options": SamplingOptions(best_of=2)},
+        {"stop_conditions": StopConditions(max_thinking_tokens=9)},
+        {"routing": RoutingHints(cache_namespace="a tenant's")},
+    ],
+    ids=repr,
 )
 async def test_what_a_completion_cannot_express_is_refused_not_left_out(more: dict[str, Any]) -> None:
     async with serve(answering()) as server, engine_of(server) as engine:
@@ -223,6 +253,12 @@ async def test_a_reason_beyond_our_words_is_a_stop(found: str, meant: FinishReas
     assert (await answer_to(chunk("a", found), DONE))[-1].finish_reason == meant
 
 
+async def test_an_answer_that_the_server_fails_with_is_an_error() -> None:
+    (last,) = (one for one in await answer_to(chunk("a", "error"), DONE) if one.finish_reason is not None)
+    assert last.finish_reason is not None
+    assert last.finish_reason.is_error
+
+
 # -- addresses
 
 
@@ -241,12 +277,17 @@ def test_a_url_may_end_in_v1_or_not(url: str, shown: str) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["", "a:80", "ftp://a", "http://", "http://a:x", "http://u:p@a", "http://a?b", "http://a/ b", "http://1.2.3.999"],
+    [
+        *("", "a:80", "ftp://a", "http://", "http://a:x", "http://a:65536", "http://a/ b", "http://1.2.3.999"),
+        *("http://u:secret@a", "ftp://u:secret@a", "http://u:secret@", "http://u:secret@a:x", "http://u:sec/ret@a"),
+        *("http://a?secret", "http://a:x?secret", "ftp://a?secret"),
+    ],
 )
-def test_any_other_text_is_refused(url: str) -> None:
+def test_any_other_text_is_refused_without_the_secrets_in_it(url: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         Address.parse(url, field="live")
     assert caught.value.field == "live"
+    assert "sec" not in caught.value.message
 
 
 def test_a_limit_of_no_time_is_refused() -> None:

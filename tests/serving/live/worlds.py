@@ -135,7 +135,7 @@ DONE = "[DONE]"
 def prompt(tokens: int = 3, **more: Any) -> PreprocessedRequest:
     """A request of three tokens that wants exactly so many back."""
     stop = StopConditions(max_tokens=tokens, min_tokens=tokens, ignore_eos=True)
-    return PreprocessedRequest([5, 6, 7], stop_conditions=stop, **more)
+    return PreprocessedRequest([5, 6, 7], **{"stop_conditions": stop, **more})
 
 
 def chunk(text: str = "a", reason: str | None = None, **more: Any) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import pytest
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The programs run on uvloop: what asyncio's own loop does is among the slow tests."""
+    folder = Path(__file__).parent
     for item in items:
-        if Path(item.path).parent == Path(__file__).parent and "[asyncio" in item.name:
+        if "[asyncio" in item.name and item.path.parent == folder:
             item.add_marker(pytest.mark.slow)
 
 

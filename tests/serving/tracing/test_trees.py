@@ -347,7 +347,7 @@ async def test_concurrent_requests_are_a_tree_each(serving: Serving, recorded: R
     stream=st.booleans(),
     prompts=st.integers(1, 3),
 )
-@settings(max_examples=40)
+@settings(max_examples=2 * settings().max_examples // 5)
 async def test_whenever_a_request_ends_there_is_one_tree(
     shape: str,
     leaves_after_ms: int | None,

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -21,28 +22,34 @@ from .worlds import ShownChart, ShownPage, cells, charts_of, made
 NASTY = "<script>alert(\"1\")</script> & 'two' \x00\x0b\ud800 ]]> <b>%{x}</b>"
 SHOWN = "<script>alert(\"1\")</script> & 'two' \ufffd\ufffd? ]]> <b>%{x}</b>"
 
-CASES = {
-    "no reports": {},
-    "an empty report": {"a": make_report(Samples())},
-    "a report of nothing": {"a": Report()},
-    "without series": {"a": evolve(made(), series=None)},
-    "one request": {"a": made(requests=1, workers=1)},
-    "with requests": {"a": made(requests=300, per_request=True), "b": made(per_request=True)},
-    "8 workers": {"a": made(workers=8)},
-    "64 workers": {"a": made(workers=64, requests=200)},
-    "200 workers": {"a": made(workers=200)},
-    "pools": {"a": made(workers=3, prefill=2)},
-    "several": {f"run {at}": made(at, workers=at) for at in range(1, 11)},
-    "33 runs": {f"router=kv workers={at} router_temperature=0.5": made(at, workers=2) for at in range(33)},
-    "one of them empty": {"a": made(), "b": make_report(Samples()), "c": Report()},
-    "empty ones": {"a": Report(), "b": Report()},
+CASES: dict[str, Callable[[], dict[str, Report]]] = {
+    "no reports": dict,
+    "an empty report": lambda: {"a": make_report(Samples())},
+    "a report of nothing": lambda: {"a": Report()},
+    "without series": lambda: {"a": evolve(made(), series=None)},
+    "one request": lambda: {"a": made(requests=1, workers=1)},
+    "with requests": lambda: {"a": made(requests=300, per_request=True), "b": made(per_request=True)},
+    "8 workers": lambda: {"a": made(workers=8)},
+    "64 workers": lambda: {"a": made(workers=64, requests=200)},
+    "200 workers": lambda: {"a": made(workers=200)},
+    "pools": lambda: {"a": made(workers=3, prefill=2)},
+    "several": lambda: {f"run {at}": made(at, workers=at) for at in range(1, 11)},
+    "33 runs": lambda: {f"router=kv workers={at} router_temperature=0.5": made(at, workers=2) for at in range(33)},
+    "one of them empty": lambda: {"a": made(), "b": make_report(Samples()), "c": Report()},
+    "empty ones": lambda: {"a": Report(), "b": Report()},
 }
+
+
+@cache
+def reports_of(name: str) -> dict[str, Report]:
+    """Return the reports of one of CASES, made once."""
+    return CASES[name]()
 
 
 @cache
 def page_of(name: str) -> str:
     """Return the page of one of CASES, made once."""
-    return report_page(CASES[name])
+    return report_page(reports_of(name))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -59,7 +66,7 @@ def test_a_page_is_well_formed_and_needs_nothing_else(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["64 workers", "several", "33 runs"])
 def test_the_same_reports_give_the_same_page(name: str) -> None:
-    again = {run: Report.from_json(report.to_json()) for run, report in CASES[name].items()}
+    again = {run: Report.from_json(report.to_json()) for run, report in reports_of(name).items()}
     assert page_of(name) == report_page(again)
 
 
@@ -125,13 +132,18 @@ def test_a_page_needs_the_library_that_draws_and_names_the_extra_that_brings_it(
 
 
 def test_the_program_misses_the_library_before_it_replays_anything(tmp_path: Path) -> None:
-    code = WITHOUT_PLOTLY + "from serving.__main__ import main; main()"
+    """Only a page needs it: without `--html` the same program replays."""
+    code = (
+        f"{WITHOUT_PLOTLY}from serving.__main__ import main\npage = sys.argv[-2:]\ndel sys.argv[-2:]\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print('-- with a page', flush=True)\nsys.argv += page\nmain()"
+    )
     load = ["--input-tokens", "10", "--output-tokens", "2", "--requests", "1"]
     command = [sys.executable, "-c", code, "replay", *load, "--html", str(tmp_path / "page.html")]
     ran = subprocess.run(command, capture_output=True, text=True)
-    assert (ran.returncode, ran.stdout) == (1, "")
+    replayed, _, shown = ran.stdout.partition("-- with a page\n")
+    assert (ran.returncode, bool(replayed), shown) == (1, True, "")
     assert ran.stderr == "penstock: plotly is missing; install the program with: pip install 'penstock[serve,report]'\n"
-    assert subprocess.run(command[:-2], capture_output=True).returncode == 0, "only a page needs it"
 
 
 # Comparison
@@ -182,7 +194,7 @@ def test_a_menu_switches_the_figure_that_is_shown_of_every_run() -> None:
         assert [place for place, on in enumerate(button["args"][0]["visible"]) if on] == [at]
         assert bars["visible"] is (at == 0)
         assert len(bars["x"]) == len(set(bars["y"])) == 33
-    values = [report.ttft.mean for report in CASES["33 runs"].values()]
+    values = [report.ttft.mean for report in reports_of("33 runs").values()]
     assert chart.traces["Time to first token (ms), mean"]["x"] == values
     best = [at for at, one in enumerate(chart.figure["data"][0]["marker"]["opacity"]) if one == 1.0]
     assert best == [values.index(min(values))]

@@ -127,7 +127,7 @@ def meet(one: Box, other: Box) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=2 * settings().max_examples // 5, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=33),
     st.sampled_from([380.0, 900.0, 1250.0]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from html.parser import HTMLParser
 from random import Random
 from typing import Any
@@ -96,6 +97,7 @@ class ShownPage(HTMLParser):
         return [text for around, text in self.texts if around == tag]
 
 
+@lru_cache(maxsize=4)
 def charts_of(page: str) -> dict[str, ShownChart]:
     """Return the charts of a page by title; of several with one title, the first."""
     return ShownPage(page).charts

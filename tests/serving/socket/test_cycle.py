@@ -1,0 +1,72 @@
+"""Cycle: how an app's answer becomes writes of its connection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from attrs import define, field
+
+from serving.socket.cycle import Cycle, Waiters
+from serving.socket.http1 import Head
+
+
+@define(eq=False)
+class Written:
+    """A connection that keeps each write."""
+
+    writes: list[bytes] = field(factory=list)
+    transport: Any = None
+    client: tuple[str, int] | None = None
+    server: tuple[str, int] | None = None
+    scheme: str = "http"
+    write_paused: bool = False
+    writable: Waiters = field(factory=Waiters)
+    may_continue: bool = True
+    default_lines: bytes = b""
+    was_broken: bool = False
+
+    def write(self, data: bytes) -> None:
+        self.writes.append(data)
+
+    def body_taken(self) -> None: ...
+
+    def answered(self, *, keep_alive: bool) -> None: ...
+
+    def broken(self) -> None:
+        self.was_broken = True
+
+
+async def writes_of(
+    bodies: Sequence[bytes], method: str = "GET", headers: Sequence[tuple[bytes, bytes]] = ()
+) -> list[bytes]:
+    """The writes of an answer with these parts of a body, without the headers."""
+    channel = Written()
+    cycle = Cycle(Head("1.1", keep_alive=True, method=method), channel)
+    await cycle.send({"type": "http.response.start", "status": 200, "headers": [*headers]})
+    assert channel.writes == []
+    for number, body in enumerate(bodies, 1):
+        await cycle.send({"type": "http.response.body", "body": body, "more_body": number < len(bodies)})
+    assert cycle.is_complete
+    assert channel.writes[0].startswith(b"HTTP/1.1 200 OK\r\n")
+    first = channel.writes[0].partition(b"\r\n\r\n")[2]
+    return [first, *channel.writes[1:]]
+
+
+LENGTH_2: Sequence[tuple[bytes, bytes]] = [(b"content-length", b"2")]
+
+CASES: Mapping[str, tuple[dict[str, Any], list[bytes]]] = {
+    "parts": ({"bodies": [b"a", b"bc", b""]}, [b"1\r\na\r\n", b"2\r\nbc\r\n", b"0\r\n\r\n"]),
+    "one part": ({"bodies": [b"a"]}, [b"1\r\na\r\n0\r\n\r\n"]),
+    "an empty part, as one that sends the head": ({"bodies": [b"", b"", b"a"]}, [b"", b"1\r\na\r\n0\r\n\r\n"]),
+    "nothing": ({"bodies": [b""]}, [b"0\r\n\r\n"]),
+    "a length": ({"bodies": [b"a", b"b"], "headers": LENGTH_2}, [b"a", b"b"]),
+    "a HEAD": ({"bodies": [b"ab"], "method": "HEAD", "headers": LENGTH_2}, [b""]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_the_head_leaves_with_the_first_part_of_the_body(case: str) -> None:
+    how, expected = CASES[case]
+    assert await writes_of(**how) == expected
