@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,22 +28,24 @@ PRINTED = {
 }
 
 
-@pytest.mark.parametrize("name", PRINTED)
-def test_an_example_runs_as_a_script_and_prints_what_it_should(name: str) -> None:
+@cache
+def printed_by(name: str) -> str:
+    """Run an example, once for all tests, and return what it printed."""
     command = [sys.executable, "-W", "error", str(EXAMPLES[name])]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_an_example_runs_as_a_script_and_prints_what_it_should(name: str) -> None:
+    printed = printed_by(name)
     for text in PRINTED[name]:
-        assert text in done.stdout
+        assert text in printed
 
 
 def test_the_answer_of_the_whole_graph_is_the_same_when_a_worker_breaks() -> None:
-    command = [sys.executable, "-W", "error", str(EXAMPLES["whole_graph"])]
-    lines = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
-    ).stdout.splitlines()
-    undisturbed, moved_on, broken = lines[-3:]
+    undisturbed, moved_on, broken = printed_by("whole_graph").splitlines()[-3:]
     assert "moves on" in moved_on
     assert undisturbed == broken
     assert len(undisturbed) == 20

@@ -28,7 +28,7 @@ LEAVES_AFTER_S = 0.5
 """When the client goes away: some answers would have a million tokens."""
 TOKEN_S = 0.005
 HANG_S = 30.0
-FAST, ALL = 150, 10_000
+FAST, ALL = 50, 10_000
 """Cases on each of the two loops."""
 _IN_TEXT = {"user": "user id"}
 """What a message calls a field whose name alone would be no word of it."""

@@ -63,7 +63,7 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="session")
 def bare_with_test_tools(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The same with the libraries that the tests of the core themselves use."""
-    tools = ("pytest", "hypothesis", "trio")
+    tools = ("pytest", "pytest-timeout", "hypothesis", "trio")
     return runner(environment(tmp_path_factory.mktemp("bare_tools"), str(wheel), *tools, "-c", CONSTRAINTS))
 
 

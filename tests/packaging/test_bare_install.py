@@ -26,13 +26,15 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 
 NEEDS: dict[str, str] = {
-    "engines.upstream": "engines.upstream needs httpx2: pip install 'penstock[upstream]'",
+    "engines.upstream": "engines.upstream needs httpcore2: pip install 'penstock[upstream]'",
+    "pipeline.network.nats": "pipeline.network.nats needs nats: pip install 'penstock[nats]'",
     "serving.cli": "serving.cli needs cyclopts: pip install 'penstock[serve]'",
     **dict.fromkeys(
         ("serving.http", *(f"serving.http.{part}" for part in ("generation", "metrics"))),
         "serving.http needs starlette: pip install 'penstock[serve]'",
     ),
-    "serving.live": "serving.live needs httpx2: pip install 'penstock[serve]'",
+    "serving.live": "serving.live needs httpcore2: pip install 'penstock[serve]'",
+    "serving.processes": "serving.processes needs httpx2: pip install 'penstock[serve]'",
     "serving.replay.page": "serving.replay.page needs plotly: pip install 'penstock[report]'",
     "serving.socket": "serving.socket needs httptools: pip install 'penstock[serve]'",
 }
@@ -46,8 +48,13 @@ EXAMPLE_NEEDS: dict[str, str] = {
 }
 """The same for examples. Three of them show how to use penstock together with a foreign library."""
 
-WITH_EXTRAS = ("pipeline/telemetry/test_prometheus.py",)
-"""Tests of the core that compare it with a library of an extra."""
+WITH_EXTRAS = (
+    "pipeline/network/files/test_folder_processes.py",
+    "pipeline/network/nats",
+    "pipeline/network/tcp/test_sockets.py",
+    "pipeline/telemetry/test_prometheus.py",
+)
+"""Tests of the core that need a library of an extra, certificates, or the benchmarks."""
 
 
 def faces() -> list[str]:

@@ -1,0 +1,201 @@
+"""Chaos: faults at random moments in a deployment under load, and what must hold whatever happens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from random import Random
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+from attrs import define, field
+
+from tests.processes.load import Load
+from tests.processes.proxy import Proxy, proxy
+from tests.processes.worlds import Deployment, Program, Size
+
+Fault = Callable[[], Coroutine[Any, Any, None]]
+
+PAUSE_S = 30.0
+"""How long a paused worker does nothing: longer than its lease, and than its connections are held for alive."""
+LEASE_TTL_S = 10.0
+"""Time for which a worker stays registered that does not renew it: the default of runtimes."""
+LEASE_LATE_S = 3.0
+"""Time that may pass from the end of a lease until it shows."""
+SILENT_S = 20.0
+"""How long a connection is half open: longer than it takes to be lost."""
+GROWTH_MAX_BYTES = 40 * 1024 * 1024
+"""For a process that works on, after its first requests."""
+OPEN_FILES_MAX = 40
+"""The same of its open files; each client has a connection."""
+
+
+@define(eq=False)
+class Chaos:
+    """Faults for one deployment. `rng` draws which, whose and when."""
+
+    world: Deployment
+    load: Load
+    rng: Random
+    tasks: TaskGroup
+    proxies: Sequence[Proxy] = ()
+    """Between front ends and workers."""
+    done: Counter[str] = field(factory=Counter)
+    """Faults there were, by name."""
+    killed: set[tuple[str, int]] = field(factory=set)
+    """Names and lives of the front ends that were killed."""
+    sizes: dict[tuple[str, int], list[Size]] = field(factory=dict)
+    """What each life of a program held, after each round that it was there for."""
+
+    async def rounds(self, count: int, faults: Sequence[Fault]) -> None:
+        """Do a random fault per round, and wait for a moment in which requests run again."""
+        for _ in range(count):
+            fault = self.rng.choice(list(faults))
+            self.done[fault.__name__] += 1
+            await fault()
+            await anyio.sleep(self.rng.uniform(0.2, 1.5))
+            self.measure()
+
+    def measure(self) -> None:
+        """Note what each program holds."""
+        for each in self.world.programs:
+            if each.is_running and not each.is_paused:
+                self.sizes.setdefault((each.name, each.lives), []).append(each.size())
+
+    async def kill_worker(self) -> None:
+        """`kill -9` of a worker, which is started again."""
+        worker = self._any_worker()
+        worker.kill()
+        await anyio.sleep(self.rng.uniform(0.0, 1.0))
+        worker.start()
+        await worker.ready()
+
+    async def kill_front_end(self) -> None:
+        """`kill -9` of a front end; clients send to the others until it is back."""
+        front_end = self.rng.choice(self.world.in_rotation)
+        self.world.in_rotation.remove(front_end)
+        self.killed.add((front_end.name, front_end.lives))
+        front_end.kill()
+        front_end.start()
+        await front_end.ready()
+        self.world.in_rotation.append(front_end)
+
+    async def pause_worker(self) -> None:
+        """`SIGSTOP` of a worker for half a minute; the next rounds go on meanwhile. One is paused at a time."""
+        if any(each.is_paused for each in self.world.workers):
+            return await self.kill_worker()
+        worker = self._any_worker()
+        worker.pause()
+
+        async def resume() -> None:
+            await anyio.sleep(PAUSE_S)
+            worker.resume()
+
+        self.tasks.start_soon(resume)
+        return None
+
+    async def kill_broker(self) -> None:
+        """`kill -9` of the broker, and its restart."""
+        assert self.world.broker is not None
+        self.world.broker.kill()
+        await anyio.sleep(self.rng.uniform(0.0, 3.0))
+        self.world.broker.start()
+        await self.world.broker.ready()
+
+    async def cut_connection(self) -> None:
+        """Reset the connections to a worker."""
+        self.rng.choice(self.proxies).cut()
+
+    async def silence_connection(self) -> None:
+        """Let nothing through to a worker and back, until its connections are lost; then new ones are made."""
+        silent = self.rng.choice(self.proxies)
+        silent.is_silent = True
+        await anyio.sleep(SILENT_S)
+        silent.cut()  # bytes are missing in them, as in no connection of a network that has come back
+        silent.is_silent = False
+
+    async def delay_connection(self) -> None:
+        """Hold back what goes to a worker and comes from it, for some seconds."""
+        slow = self.rng.choice(self.proxies)
+        slow.delay_s = 0.2
+        await anyio.sleep(3.0)
+        slow.delay_s = 0.0
+
+    def _any_worker(self) -> Program:
+        return self.rng.choice([each for each in self.world.workers if not each.is_paused])
+
+    async def all_work(self) -> None:
+        """Wait until no program is paused and every one is ready."""
+        for each in self.world.workers:
+            each.resume()
+        for each in (*self.world.workers, *self.world.front_ends):
+            await each.ready()
+
+    async def only_the_living_are_registered(self) -> None:
+        """Wait until the workers that run are registered, and no other. Raise AssertionError after a lease."""
+        living = await self.world.living()
+        found = set[int]()
+        with anyio.move_on_after(LEASE_TTL_S + LEASE_LATE_S):
+            while (found := await self.world.registered()) != living:  # noqa: ASYNC110
+                await anyio.sleep(0.5)
+        assert found == living
+
+    def check_answers(self) -> None:
+        """Raise AssertionError unless every answer was exact, but those of front ends that were killed."""
+        strange = [
+            result
+            for result in self.load.not_exact()
+            if not (result.outcome == "cut" and (result.front_end.name, result.life) in self.killed)
+        ]
+        lines = [f"{each.front_end.name}, life {each.life}: {each.outcome}: {each.detail}" for each in strange]
+        assert not lines, "\n".join([f"{len(lines)} of {len(self.load.results)}, after {dict(self.done)}", *lines[:20]])
+        assert self.load.counts()["exact"] > 0
+
+    def check_logs(self) -> None:
+        """Raise AssertionError if a program has logged an error: what these tests do to it is foreseen."""
+        for name, log in self.world.logs():
+            wrong = [line for line in log.splitlines() if line.startswith(("ERROR", "CRITICAL", "Traceback"))]
+            assert not wrong, "\n".join([f"{name}:", *wrong[:10]])
+
+    def check_sizes(self) -> None:
+        """Raise AssertionError if a program has grown from its second round to its last."""
+        for (name, life), sizes in self.sizes.items():
+            if len(sizes) < 4:
+                continue
+            first, last = sizes[1], sizes[-1]
+            grown = last.resident_bytes - first.resident_bytes
+            assert grown < GROWTH_MAX_BYTES, f"{name}, life {life}: {grown / 1e6:.1f} MB more"
+            assert last.open_files < first.open_files + OPEN_FILES_MAX, f"{name}, life {life}: {first} to {last}"
+
+
+@asynccontextmanager
+async def under_load(world: Deployment, seed: int, clients: int = 12) -> AsyncIterator[Chaos]:
+    """Start a deployment and a load on it; at the end let every request end, and check answers, sizes and logs."""
+    rng = Random(seed)
+    async with AsyncExitStack() as opened:
+        made = [proxy(host, ("127.0.0.1", port), port) for host, port in world.addresses]
+        proxies = [await opened.enter_async_context(each) for each in made]
+        await world.start()
+        async with _loaded(world, rng, Random(seed + 1), clients, proxies) as chaos:
+            yield chaos
+    chaos.check_answers()
+    chaos.check_sizes()
+    chaos.check_logs()
+
+
+@asynccontextmanager
+async def _loaded(
+    world: Deployment, rng: Random, prompts: Random, clients: int, proxies: Sequence[Proxy]
+) -> AsyncIterator[Chaos]:
+    load = Load(lambda: rng.choice(world.in_rotation) if world.in_rotation else None, prompts, clients)
+    async with anyio.create_task_group() as tasks:
+        chaos = Chaos(world, load, rng, tasks, proxies)
+        async with anyio.create_task_group() as requests:
+            requests.start_soon(load.run)
+            await anyio.sleep(2.0)
+            chaos.measure()
+            yield chaos
+            load.is_over = True
+        tasks.cancel_scope.cancel()
