@@ -161,9 +161,10 @@ async def measure(streams: list[int], rounds: int) -> list[Row]:
         page_size=32, num_blocks=blocks, max_batch_tokens=512, use_cuda_graph=False, use_async_batching=False
     )
     generation = transformers.GenerationConfig(do_sample=False, eos_token_id=-1)
-    manager = model().init_continuous_batching(generation, batching)
+    own, other = model(), model()  # both before the manager's thread, which draws numbers too
+    manager = other.init_continuous_batching(generation, batching)
     settings = TorchSettings(max_num_seqs=most, block_size_tokens=32, kv_cache_blocks=blocks)
-    engine = TorchEngine(lambda report: LoadedModel(model(), "benchmark"), settings)
+    engine = TorchEngine(lambda report: LoadedModel(own, "benchmark"), settings)
     manager.start()
     try:
         async with as_engine(engine) as stage:

@@ -23,26 +23,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from attrs import asdict, define, field, frozen
+from attrs import asdict, frozen
 from rich.console import Console
 from rich.table import Table
 
+from .chat_load import TOKENS, cpu_s, free_port, load, running
 from .scripted_upstream import MODEL
-
-TOKENS = 64
-WORDS = 16
-_READY_S = 60.0
 
 
 @frozen
@@ -62,12 +56,6 @@ class Figures:
     """CPU seconds of the router for a thousand chats; None without a router."""
     ttft_p50_ms: float
     ttft_p99_ms: float
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def contenders(port: int, urls: Sequence[str], peers: Path, model_path: Path) -> list[Contender]:
@@ -98,122 +86,14 @@ def contenders(port: int, urls: Sequence[str], peers: Path, model_path: Path) ->
 _POLICIES = ("cache_aware", "round_robin")
 
 
-@contextmanager
-def running(command: Sequence[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a program in a process group of its own, and end all of it; it is there once chats are answered."""
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    ) as process:
-        try:
-            _wait_until_ready(process, port)
-            yield process
-        finally:
-            os.killpg(process.pid, 15)
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], port: int) -> None:
-    ends_s = time.monotonic() + _READY_S
-    while time.monotonic() < ends_s:
-        if process.poll() is not None:
-            raise SystemExit(f"{process.args!r} ended with {process.returncode}")
-        try:
-            if asyncio.run(_Stream(port).chat()) is not None:
-                return
-        except (OSError, asyncio.IncompleteReadError):
-            pass
-        time.sleep(0.2)
-    raise SystemExit(f"{process.args!r} answered no chat within {_READY_S:g} s")
-
-
-def cpu_s(process: subprocess.Popen[bytes]) -> float:
-    """Return the CPU seconds of all processes of its session, to the nanosecond."""
-    total = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            session = int(stat.read_text().rpartition(")")[2].split()[3])
-            if session == process.pid:
-                total += sum(
-                    int((task / "schedstat").read_text().split()[0]) for task in (stat.parent / "task").iterdir()
-                )
-        except (OSError, ValueError):  # it has ended
-            continue
-    return total / 1e9
-
-
-@define(eq=False)
-class _Stream:
-    """One connection that sends chats one after the other."""
-
-    port: int
-    number: int = 0
-    _sent: int = 0
-    _streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = field(default=None)
-
-    def _request(self) -> bytes:
-        self._sent += 1
-        words = " ".join(f"{self.number}-{self._sent}-{word}" for word in range(WORDS // 2))
-        message = {"role": "user", "content": words}
-        body = json.dumps({"model": MODEL, "messages": [message], "max_tokens": TOKENS, "stream": True}).encode()
-        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
-        return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
-
-    async def chat(self) -> float | None:
-        """Return the milliseconds to the first text; None if the chat was not answered with all its tokens."""
-        if self._streams is None:
-            self._streams = await asyncio.open_connection("127.0.0.1", self.port)
-        reader, writer = self._streams
-        begun = time.perf_counter()
-        writer.write(self._request())
-        head = await reader.readuntil(b"\r\n\r\n")
-        if b" 200 " not in head.split(b"\r\n", 1)[0]:
-            writer.close()
-            self._streams = None
-            return None
-        first_ms, answer = None, bytearray()
-        while not answer.endswith(b"0\r\n\r\n"):
-            if not (data := await reader.read(65_536)):
-                raise ConnectionError("the connection ended within an answer")
-            answer += data
-            if first_ms is None and b'"content":"' in answer.replace(b'": "', b'":"'):
-                first_ms = (time.perf_counter() - begun) * 1000
-        return first_ms if b"[DONE]" in answer else None
-
-    def close(self) -> None:
-        if self._streams is not None:
-            self._streams[1].close()
-
-
-async def load(ports: Sequence[int], streams: int, seconds: float) -> tuple[int, float, list[float]]:
-    """Return the number of chats, the seconds that they took and the times to the first text."""
-    times: list[float] = []
-    opened = [_Stream(ports[number % len(ports)], number) for number in range(streams)]
-    begun = time.perf_counter()
-
-    async def send(stream: _Stream) -> None:
-        while time.perf_counter() - begun < seconds:
-            if (first_ms := await stream.chat()) is None:
-                raise SystemExit("a chat was not answered whole")
-            times.append(first_ms)
-
-    await asyncio.gather(*(send(stream) for stream in opened))
-    took_s = time.perf_counter() - begun
-    for stream in opened:
-        stream.close()
-    return len(times), took_s, sorted(times)
-
-
 def turn(contender: Contender, port: int, upstream_ports: Sequence[int], streams: int, seconds: float) -> Figures:
     """Return the figures of one contender, warmed up."""
     with ExitStack() as stack:
-        process = stack.enter_context(running(contender.command, port)) if contender.command else None
+        process = stack.enter_context(running(contender.command, port, MODEL)) if contender.command else None
         ports = upstream_ports if process is None else [port]
-        asyncio.run(load(ports, streams, seconds / 4))
+        asyncio.run(load(ports, streams, seconds / 4, MODEL))
         before_s = 0.0 if process is None else cpu_s(process)
-        count, took_s, times = asyncio.run(load(ports, streams, seconds))
+        count, took_s, times = asyncio.run(load(ports, streams, seconds, MODEL))
         spent_s = None if process is None else (cpu_s(process) - before_s) / count * 1000
     return Figures(count / took_s, spent_s, times[len(times) // 2], times[int(len(times) * 0.99)])
 
@@ -226,7 +106,7 @@ def measure(streams: int, seconds: float, rounds: int, peers: Path, model_path: 
     with ExitStack() as stack:
         for each in upstream_ports:
             command = (sys.executable, "-m", "benchmarks.scripted_upstream", "--port", str(each))
-            stack.enter_context(running(command, each))
+            stack.enter_context(running(command, each, MODEL))
         for _ in range(rounds):
             for contender in contenders(port, urls, peers, model_path):
                 turns.setdefault(contender.name, []).append(turn(contender, port, upstream_ports, streams, seconds))

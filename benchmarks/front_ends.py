@@ -1,0 +1,177 @@
+"""What a front end costs whose workers are other processes.
+
+    python -m benchmarks.front_ends [--streams 64] [--seconds 8] [--rounds 3] [--workers 2] [--router kv]
+                                    [--real-time] [--dynamo DIR --model-path DIR] [--json FILE]
+
+A closed load of chats, 64 tokens each, goes to simulated engines. In turns stand in front of them:
+
+| row            | what it is                                                                              |
+|----------------|-----------------------------------------------------------------------------------------|
+| one process    | `penstock serve`: the engines are in the front end's process                            |
+| 1 front end    | `penstock up --frontends 1`: each engine is a worker process, found by files in a folder |
+| 2 front ends   | the same with two front ends behind the port                                            |
+| dynamo         | its front end, and its simulated engines in one process; with file discovery             |
+
+Nothing takes time in the engines, so tokens come together as fast as they are read; with `--real-time` each one comes
+alone, when a real engine would have it. CPU time is that of the processes of each kind, for a
+token and for a thousand chats. Each row is the median over the rounds, in each of which all rows have their turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from attrs import asdict, frozen
+from rich.console import Console
+from rich.table import Table
+
+from .chat_load import TOKENS, free_port, load, running
+
+
+@frozen
+class Contender:
+    """A deployment: its name, the command that starts it on a port, and the name of its model."""
+
+    name: str
+    command: tuple[str, ...]
+    model: str = "echo"
+
+
+@frozen
+class Figures:
+    """One turn of one contender."""
+
+    requests_per_s: float
+    front_cpu_us_per_token: float
+    worker_cpu_us_per_token: float
+    cpu_s_per_1000: float
+    """CPU seconds of all its processes for a thousand chats."""
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+
+
+def contenders(port: int, asked: argparse.Namespace) -> list[Contender]:
+    """Return the deployments."""
+    workers, router, real_time = asked.workers, asked.router, asked.real_time
+    speedup = ("--engine-arg", f"speedup_ratio={int(real_time)}")  # with 0 nothing takes time
+    common = ("--engine", "mocker", *speedup, "--router", router, "--workers", str(workers), "--port", str(port))
+    ours = (sys.executable, "-m", "serving")
+    found = [Contender("one process", (*ours, "serve", *common))]
+    for count in (1, 2):
+        name = f"{count} front end{'s' * (count > 1)}"
+        found.append(Contender(name, (*ours, "up", *common, "--frontends", str(count))))
+    if asked.dynamo is not None:
+        python, ratio = asked.dynamo / "bin" / "python", int(real_time)
+        engines = f"{python} -m dynamo.mocker --model-path {asked.model_path} --speedup-ratio {ratio}"
+        front = f"{python} -m dynamo.frontend --http-port {port} --router-mode {router}"
+        command = ("sh", "-c", f"{engines} --num-workers {workers} & exec {front}")
+        found.append(Contender("dynamo", command, str(asked.model_path)))
+    return found
+
+
+def cpu_by_kind(root: int) -> tuple[float, float]:
+    """Return the CPU seconds of the front ends and of the workers among a process and those that it has started."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended
+            continue
+    front_ns = workers_ns = 0
+    for pid in parents:
+        if root not in _ancestors(pid, parents):
+            continue
+        folder = Path(f"/proc/{pid}")
+        spent_ns = sum(int((task / "schedstat").read_text().split()[0]) for task in (folder / "task").iterdir())
+        if {b"worker", b"dynamo.mocker"} & set((folder / "cmdline").read_bytes().split(b"\0")):
+            workers_ns += spent_ns
+        else:
+            front_ns += spent_ns
+    return front_ns / 1e9, workers_ns / 1e9
+
+
+def _ancestors(pid: int, parents: Mapping[int, int]) -> Iterator[int]:
+    """Give the process and those above it."""
+    current: int | None = pid
+    while current:
+        yield current
+        current = parents.get(current)
+
+
+def turn(contender: Contender, port: int, streams: int, seconds: float) -> Figures:
+    """Return the figures of one contender, warmed up."""
+    with ExitStack() as stack:
+        process = stack.enter_context(running(contender.command, port, contender.model))
+        asyncio.run(load([port], streams, seconds / 4, contender.model))
+        front_before_s, workers_before_s = cpu_by_kind(process.pid)
+        count, took_s, times = asyncio.run(load([port], streams, seconds, contender.model))
+        front_s, workers_s = cpu_by_kind(process.pid)
+    front_s, workers_s = front_s - front_before_s, workers_s - workers_before_s
+    return Figures(
+        count / took_s,
+        front_s / count / TOKENS * 1e6,
+        workers_s / count / TOKENS * 1e6,
+        (front_s + workers_s) / count * 1000,
+        times[len(times) // 2],
+        times[int(len(times) * 0.99)],
+    )
+
+
+def measure(asked: argparse.Namespace) -> dict[str, Figures]:
+    """Return the medians by contender."""
+    port, turns = free_port(), dict[str, list[Figures]]()
+    for _ in range(asked.rounds):
+        with TemporaryDirectory() as folder:
+            os.environ |= {"DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": folder}
+            for contender in contenders(port, asked):
+                turns.setdefault(contender.name, []).append(turn(contender, port, asked.streams, asked.seconds))
+    return {name: _median(figures) for name, figures in turns.items()}
+
+
+def _median(figures: Sequence[Figures]) -> Figures:
+    rows = [asdict(each) for each in figures]
+    middles: dict[str, Any] = {name: median(row[name] for row in rows) for name in rows[0]}
+    return Figures(**middles)
+
+
+def table(rows: dict[str, Figures], asked: argparse.Namespace) -> Table:
+    shown = Table(title=f"{asked.streams} streams, chats of {TOKENS} tokens, {asked.workers} workers, {asked.router}")
+    columns = ("", "requests/s", "front µs a token", "workers", "CPU s per 1,000", "TTFT p50 ms", "p99 ms")
+    for column in columns:
+        shown.add_column(column, justify="right" if column else "left")
+    for name, row in rows.items():
+        costs = (f"{row.front_cpu_us_per_token:.1f}", f"{row.worker_cpu_us_per_token:.1f}", f"{row.cpu_s_per_1000:.2f}")
+        shown.add_row(name, f"{row.requests_per_s:,.0f}", *costs, f"{row.ttft_p50_ms:.1f}", f"{row.ttft_p99_ms:.1f}")
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--router", default="kv")
+    parser.add_argument("--real-time", action="store_true", help="tokens take the time of a real engine")
+    parser.add_argument("--dynamo", type=Path, help="environment with ai-dynamo")
+    parser.add_argument("--model-path", type=Path, help="folder with a tokenizer and a chat template, for it")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    rows = measure(asked)
+    Console().print(table(rows, asked))
+    if asked.json is not None:
+        asked.json.write_text(json.dumps({name: asdict(figures) for name, figures in rows.items()}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
