@@ -162,6 +162,14 @@ class Worker:
         """
         self._shutdown.stop()
 
+    def abort(self) -> None:
+        """Disappear at once, as in a crash, from discovery too; requests and calls of peers are cut.
+
+        The engine goes on until the end, which is still the caller's to begin. A second call does nothing.
+        """
+        self._registration.abort()
+        self._peers.abort()
+
     async def announce_adapters(self, names: Collection[str]) -> None:
         """Have front ends see these LoRA adapters, and no others, from now on; nothing before it is registered.
 
@@ -373,8 +381,7 @@ class Worker:
             return
         self.failure = failure
         self._own_health.end()
-        self._registration.abort()
-        self._peers.abort()
+        self.abort()
         self.shutdown()
         self._cut_opening()
 

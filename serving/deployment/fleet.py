@@ -95,8 +95,7 @@ class Fleet:
     async def die(self, worker: Worker) -> None:
         """End a worker as a crash does: it is unreachable at once, and its requests are lost."""
         if worker in self._running:
-            if worker.served is not None:
-                worker.served.abort()
+            worker.abort()
             del self._running[worker]
             crash = Disconnected(f"{worker} died")
             await worker.__aexit__(type(crash), crash, None)

@@ -133,6 +133,25 @@ async def test_an_engine_has_its_peers_before_it_starts_and_what_it_serves_ends_
     assert engine.calls[:2] == ["setup_peers", "start"]
 
 
+async def test_a_worker_that_disappears_leaves_its_id_free_at_once_also_for_peers() -> None:
+    class Serving(ScriptedSteps):
+        async def setup_peers(self, peers: object) -> None:
+            assert isinstance(peers, WorkerPeers)
+            await peers.serve(function_engine(_count))
+
+    def worker() -> Worker:
+        return Worker(Serving(), config, runtime=runtime, times=TIMES, environment={}, worker_id=7)
+
+    config = WorkerConfig(namespace="ns")
+    async with Runtime.in_process(rng=Random(1)) as runtime, worker() as before:
+        before.abort()
+        async with worker():
+            assert len(await runtime.discovery.instances("ns/backend/peers")) == 1
+            assert len(await runtime.discovery.instances("ns/backend/generate")) == 1
+            before.abort()
+            assert len(await runtime.discovery.instances("ns/backend/peers")) == 1
+
+
 async def test_a_start_that_fails_ends_what_was_served() -> None:
     class Failing(ScriptedSteps):
         async def setup_peers(self, peers: object) -> None:

@@ -116,8 +116,7 @@ class Host:
 
     def crash(self) -> None:
         """Vanish from discovery and end, without draining."""
-        assert self.worker.served is not None
-        self.worker.served.abort()
+        self.worker.abort()
         self.worker.shutdown()
 
     async def run(self, *, task_status: TaskStatus[None]) -> None:

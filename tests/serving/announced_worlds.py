@@ -92,8 +92,7 @@ class Cluster:
     async def kill(self, worker: Worker) -> None:
         """The worker disappears as in a crash."""
         self.workers.remove(worker)
-        if worker.served is not None:
-            worker.served.abort()
+        worker.abort()
         error = Disconnected("killed")
         await worker.__aexit__(type(error), error, None)
         if (ended := self._process_ends.pop(worker, None)) is not None:

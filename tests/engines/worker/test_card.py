@@ -237,8 +237,7 @@ async def test_each_adapter_has_a_card_that_goes_with_the_workers_own(ending: st
             assert {one.card.lora.name for one in models if one.card.lora is not None} == {"org/sql", "math"}
             assert {one.instance_id for one in models} == {worker.worker_id}
             if ending == "abort":
-                assert worker.served is not None
-                worker.served.abort()
+                worker.abort()
                 await anyio.sleep(0.1)
                 assert await runtime.discovery.models() == []
         assert await runtime.discovery.models() == []

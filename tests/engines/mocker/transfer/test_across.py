@@ -130,9 +130,7 @@ async def test_a_request_from_before_a_restart_is_refused_at_once_by_the_worker_
     async with processes() as both:
         before: Context[Any] = both.half_of(1)
         runtime, worker_id = both.prefill.runtime, both.prefill.worker_id
-        assert both.prefill.served is not None
-        both.prefill.served.abort()
-        both.prefill._peers.abort()
+        both.prefill.abort()
         await anyio.wait_all_tasks_blocked()
         async with mock_worker(runtime, "prefill", worker_id=worker_id) as again:
             assert again.engine_config is not None
