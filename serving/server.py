@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -136,20 +137,28 @@ class HttpServer:
                 if self._open_files is not None:
                     loop.set_exception_handler(handler)
 
-    async def hand_over(self, within_s: float) -> None:
-        """Prepare an end that no client notices, within this time.
+    async def hand_over(self, idle_s: float, longer_s: float) -> None:
+        """Prepare an end that no client notices: each connection gets one more answer, whose head closes it.
 
-        Each connection gets one more answer, which closes it, and one without a request is closed in the end; clients
-        then connect again, to another process. If the listener is shared, new connections are left to others at once,
-        and this returns when none is open.
+        Clients then connect again, to another process. A connection is closed once it was without a request for
+        `idle_s`; one whose answer began before, which allowed a further request, has that time after it. If the
+        listener is shared, new connections are left to others at once, and this returns when no request can come any
+        more, else not before `idle_s`. It takes at most `idle_s` and `longer_s` together.
         """
+        host, began_s = self._server.host, anyio.current_time()
         if self._is_shared:
             self._server.stop_listening()
-        self._server.host.is_draining = True
-        with anyio.move_on_after(within_s):
-            while self._connections.open or not self._is_shared:  # noqa: ASYNC110  (connections know no event)
+        host.is_draining = host.is_handing_over = True
+        may_come = True
+        with anyio.move_on_after(idle_s + longer_s):
+            while may_come:
                 await anyio.sleep(_LOOK_EVERY_S)
-        for connection in list(self._connections.open):
+                since_s = anyio.current_time() - idle_s
+                is_early = since_s < began_s
+                coming = [each.end_if_idle(-math.inf if is_early else since_s) for each in self._connections.open_now]
+                may_come = any(coming) or (is_early and not self._is_shared)
+        host.is_handing_over = False
+        for connection in self._connections.open_now:
             connection.shutdown()
 
     def count_connections(self) -> int:
@@ -312,14 +321,16 @@ async def serve(
     """Serve until a signal: the first one drains, the second one ends at once.
 
     While draining, `/health` answers 503, new requests are refused, and running ones may go on for `grace_s` before
-    they are killed. For `hand_over_s` before that, `/health` is 503 already and connections are handed over.
+    they are killed. For `hand_over_s` before that, `/health` is 503 already and connections are handed over; that goes
+    on while the next request may come on a connection whose answer began before, within the time of running requests.
     """
 
     async def drain() -> None:
+        until_s = anyio.current_time() + hand_over_s + grace_s
         if hand_over_s:
             availability.hand_over()
-            await server.hand_over(hand_over_s)
-        await availability.drain(grace_s)
+            await server.hand_over(hand_over_s, grace_s)
+        await availability.drain(min(max(until_s - anyio.current_time(), 0.0), grace_s))
         server.stop()
 
     def cut() -> None:

@@ -69,7 +69,9 @@ class AppHost:
     context: Context = field(init=False, factory=copy_context)
     """The context of that callback. With the method bound once, it saves each task a context and a method."""
     is_draining: bool = field(init=False, default=False)
-    """Whether every answer closes its connection."""
+    """Whether every answer that begins closes its connection."""
+    is_handing_over: bool = field(init=False, default=False)
+    """Whether, while draining, a connection waits for the further request that the head of its answer allowed."""
     default_lines: bytes = field(init=False, default=b"")
 
     def set_defaults(self, headers: list[tuple[bytes, bytes]]) -> None:

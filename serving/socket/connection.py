@@ -45,6 +45,7 @@ class Connection(ClosingConnection):
     _left_bytes: int = field(init=False, default=0)
     _window_bytes: int = field(init=False, default=0)
     _half_closed: bool = field(init=False, default=False)
+    _idle_since_s: float = field(init=False, default=0.0)
 
     def __attrs_post_init__(self) -> None:
         self._state = _HEAD if self._tls is None else _HANDSHAKE
@@ -57,6 +58,8 @@ class Connection(ClosingConnection):
         self.server = _address(transport.get_extra_info("sockname"))
         problem = self._shared.add(self, self.client and self.client[0])
         self.deadline_s = self._shared.now_s + (self._shared.head_s if self._tls is None else self._shared.handshake_s)
+        if self._host.is_handing_over:
+            self._idle_since_s = asyncio.get_running_loop().time()
         if problem is not None:
             self._refuse(problem, can_answer=not self._shared.is_flooded(self))
 
@@ -284,9 +287,13 @@ class Connection(ClosingConnection):
 
     def answered(self, *, keep_alive: bool) -> None:
         """Called when the answer is complete: go on with the next request, which may be held already, or close."""
-        if not keep_alive or self._state is not _ANSWERING or self._half_closed or self._host.is_draining:
+        host = self._host
+        may_go_on = not host.is_draining or host.is_handing_over
+        if not keep_alive or self._state is not _ANSWERING or self._half_closed or not may_go_on:
             self._close()
             return
+        if host.is_handing_over:
+            self._idle_since_s = asyncio.get_running_loop().time()
         self._cycle = None
         self._give_back_body()
         self._state, self.deadline_s = _IDLE, self._shared.now_s + self._shared.keep_alive_s
@@ -307,6 +314,20 @@ class Connection(ClosingConnection):
             self.abort()
         elif self._cycle is None:
             self._close()
+
+    def end_if_idle(self, since_s: float) -> bool:
+        """While handing over: end the connection if no request has come since then. Return whether one may still come.
+
+        That is so until an answer has begun whose head closes the connection.
+        """
+        if self._cycle is not None:
+            return not self._cycle.closes
+        if self._state in (_LINGERING, _CLOSING):
+            return False
+        if self._idle_since_s > since_s:
+            return True
+        self.shutdown()
+        return False
 
     def overdue(self, now_s: float) -> None:
         """Called by the sweep once the deadline has passed."""

@@ -48,6 +48,8 @@ class Sweepable(Protocol):
 
     def shutdown(self) -> None: ...
 
+    def end_if_idle(self, since_s: float) -> bool: ...
+
 
 class Connections:
     """The open connections of one server.
@@ -89,6 +91,11 @@ class Connections:
     def _waiting_s(self, timeout_s: float) -> float:
         """Return what to add to `now_s`, which may be a turn old, for the deadline of this time-out."""
         return timeout_s + self._period_s if timeout_s else NEVER
+
+    @property
+    def open_now(self) -> list[Sweepable]:
+        """The connections that are open now; they may end while the list is read."""
+        return list(self.open)
 
     # -- counting
 
@@ -138,7 +145,7 @@ class Connections:
 
     def abort(self) -> None:
         """Cut all connections."""
-        for connection in list(self.open):
+        for connection in self.open_now:
             connection.abort()
 
     # -- bodies

@@ -119,6 +119,11 @@ class Cycle:
         """Whether enough of the body waits for the app, so that reading should pause."""
         return len(self._body) > BODY_BUFFER_BYTES
 
+    @property
+    def closes(self) -> bool:
+        """Whether an answer has begun that is the last one of its connection."""
+        return self.is_started and not self._keep_alive
+
     def feed(self, body: bytes, *, is_last: bool) -> None:
         """Add a part of the body."""
         self._body = self._body + body if self._body else body

@@ -15,7 +15,7 @@ import anyio
 import httpx2
 import pytest
 
-from pipeline.testing import ScriptedEngine
+from pipeline.testing import ScriptedEngine, Wait
 from serving.http import Availability, app
 from serving.server import HttpServer, Interrupts, listen, serve
 from serving.socket import PortShares
@@ -33,9 +33,10 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
 class Process:
     """A server with what a process of its own would have."""
 
-    def __init__(self, listener: socket.socket, shares: PortShares) -> None:
+    def __init__(self, listener: socket.socket, shares: PortShares, answer_s: float, grace_s: float) -> None:
         self.availability = Availability()
-        self.engine = ScriptedEngine([token("a"), last()])
+        self.grace_s = grace_s
+        self.engine = ScriptedEngine([token("a"), Wait(answer_s), last()] if answer_s else [token("a"), last()])
         application = app({"m": self.engine}, availability=self.availability)
         self.server = HttpServer(application, listener, is_shared=True, shares=shares)
         self.interrupts = Interrupts(lambda: None)
@@ -48,16 +49,17 @@ class Process:
             self.interrupts.first()
 
     async def run(self) -> None:
-        await serve(self.server, self.availability, self.interrupts, 5.0, hand_over_s=0.3)
+        await serve(self.server, self.availability, self.interrupts, self.grace_s, hand_over_s=0.3)
 
 
 @asynccontextmanager
-async def sharing(count: int) -> AsyncIterator[list[Process]]:
+async def sharing(count: int, *, answer_s: float = 0.0, grace_s: float = 5.0) -> AsyncIterator[list[Process]]:
     """So many servers behind one listening socket; those that still run are ended with the block."""
     with listen("127.0.0.1", 0) as listener, TemporaryDirectory() as folder:
         listener.setblocking(False)
         PortShares.make(path := Path(folder) / "shares", count)
-        processes = [Process(listener.dup(), PortShares(path, number)) for number in range(count)]
+        shares = [PortShares(path, number) for number in range(count)]
+        processes = [Process(listener.dup(), each, answer_s, grace_s) for each in shares]
         async with anyio.create_task_group() as tasks:
             for each in processes:
                 tasks.start_soon(each.run)
@@ -133,3 +135,48 @@ async def test_a_request_that_runs_when_the_end_begins_is_answered() -> None:
             one.end()
             text = (await response.aread()).decode()
         assert text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.15])
+async def test_a_stream_that_outlasts_the_hand_over_leaves_its_client_time_for_one_more_request(pause_s: float) -> None:
+    body = BODY | {"stream": True}
+    async with sharing(2, answer_s=0.8) as both, httpx2.AsyncClient(base_url=both[0].server.url, timeout=10) as client:
+        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            (one,) = (each for each in both if each.engine.open)
+            one.end()
+            assert (await response.aread()).endswith(b"data: [DONE]\n\n")
+            assert "connection" not in response.headers
+        assert one.availability.phase.value == "handing_over"
+        await anyio.sleep(pause_s)
+        again = await client.post("/v1/chat/completions", json=body)
+        assert (again.status_code, again.headers["connection"], one.engine.started) == (200, "close", 2)
+        await anyio.sleep(0.2)
+        assert one.availability.phase.value == "stopping"
+
+
+async def test_a_client_that_sends_nothing_after_its_stream_does_not_hold_up_the_end() -> None:
+    body = BODY | {"stream": True}
+    async with sharing(2, answer_s=0.8) as both, httpx2.AsyncClient(base_url=both[0].server.url, timeout=10) as client:
+        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            (one,) = (each for each in both if each.engine.open)
+            one.end()
+            await response.aread()
+        assert one.server.count_connections() == 1
+        await anyio.sleep(0.5)
+        assert (one.server.count_connections(), one.availability.phase.value) == (0, "stopping")
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        assert one.engine.started == 1
+
+
+async def test_streams_have_the_same_time_in_all_as_without_a_further_request() -> None:
+    body = BODY | {"stream": True}
+    async with (
+        sharing(1, answer_s=60, grace_s=0.5) as (one,),
+        httpx2.AsyncClient(base_url=one.server.url, timeout=10) as client,
+    ):
+        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            begun_s = anyio.current_time()
+            one.end()
+            text = (await response.aread()).decode()
+        assert 0.75 < anyio.current_time() - begun_s < 2
+        assert '"error"' in text
