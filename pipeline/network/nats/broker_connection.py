@@ -22,8 +22,8 @@ from pipeline import CannotConnect, PenstockError, Unavailable
 from pipeline.loop import clock
 from pipeline.rx import AnyIOScheduler, DisposableBase
 
+from ..log_limit import LogLimit
 from .broker_session import BrokerSession, PermanentRefusal
-from .log_limit import LogLimit
 from .options import NatsOptions, ServerAddress, parse_addresses
 
 _log = logging.getLogger(__name__)

@@ -33,12 +33,12 @@ from ..events import (
     encode_event,
     encode_frame,
 )
+from ..log_limit import LogLimit
 from ..names import MAX_ID
 from .broker_connection import NatsConnection
 from .broker_messages import Delivered
 from .broker_session import BrokerSession
 from .event_outbox import Frame, Outbox
-from .log_limit import LogLimit
 from .subjects import event_subject
 
 _log = logging.getLogger(__name__)

@@ -26,12 +26,12 @@ from pipeline.loop import clock
 
 from ..discovery import Change, Gone, Put
 from ..events import Fanout
+from ..log_limit import LogLimit
 from ..names import matches_prefix
 from .broker_connection import NatsConnection
 from .broker_messages import Delivered, Position
 from .broker_session import BrokerSession
 from .kv_bucket import Bucket, lifetime_s, put_of, state_of
-from .log_limit import LogLimit
 from .subjects import is_hashed, key_of
 
 _log = logging.getLogger(__name__)

@@ -270,7 +270,9 @@ class Connection(LinkHandler):
         if self.reason is not None:
             return
         if isinstance(error, CodecError):
-            self._shared.faults.record(self.peer, error)
+            self._shared.faults.warning(
+                "closing the connection with %s: %s", self.peer or "another process", error.render()
+            )
             self.send(framing.ERROR, 0, error_body(error))
         self._end(error if isinstance(error, TransportError) else TransportError(error.message, cause=error))
         if isinstance(error, CodecError):

@@ -18,6 +18,7 @@ from pipeline import AsyncEngine, Cancelled, CannotConnect, Context, InvalidArgu
 from pipeline.errors import InvalidMessage
 from pipeline.rx import AnyIOScheduler
 
+from ..log_limit import LogLimit
 from ..names import Instance
 from ..requests import CallMeter, RequestPlane, Serving
 from .calls import Decode, RemoteCall
@@ -30,7 +31,7 @@ from .options import TcpOptions
 from .peers import Outgoing
 from .service import ServedCall, ServedConnection
 from .serving import TcpServing
-from .shared import FaultLog, Shared
+from .shared import Shared
 from .socket_folder import SOCKET_NAME, new_socket_folder
 from .sockets import SocketNetwork
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 Out = TypeVar("Out")
 
 _log = logging.getLogger(__name__)
+_FAULT_LINES = 10
+"""Lines of log for connections closed for faults, in some seconds."""
 _UNPROVED_MAX = 256
 """Connections that may be open at a time without having proved that they know the token."""
 
@@ -67,7 +70,7 @@ class TcpRequestPlane(RequestPlane):
         self._scheduler = scheduler
         self._metrics = metrics
         self._network = network or SocketNetwork(scheduler, self.options)
-        self._shared = Shared(scheduler, self.options, FaultLog(scheduler))
+        self._shared = Shared(scheduler, self.options, LogLimit(_log, lines=_FAULT_LINES))
         self._outgoing = Outgoing(self._shared, self._network)
         self.serving: dict[str, TcpServing] = {}
         """The instances served here, by key."""
