@@ -76,6 +76,7 @@ class TcpRequestPlane(RequestPlane):
         """The instances served here, by key."""
         self._incoming: set[Connection] = set()
         self._listeners: list[Listener] = []
+        self._is_closed = False
         self._folder: Path | None = None
         self._transport: dict[str, str] = {}
 
@@ -90,6 +91,7 @@ class TcpRequestPlane(RequestPlane):
         return sum(connection.calls for connection in (*self._incoming, *self._outgoing.connections()))
 
     async def open(self) -> None:
+        self._is_closed = False
         options = self.options
         try:
             listener = await self._network.listen(Address(options.host, options.port), self._accept)
@@ -127,6 +129,7 @@ class TcpRequestPlane(RequestPlane):
         return _RemoteEngine(self._outgoing, instance, item_reader(item_type))
 
     async def close(self) -> None:
+        self._is_closed = True
         for serving in list(self.serving.values()):
             serving.cut()
         for listener in self._listeners:
@@ -139,7 +142,9 @@ class TcpRequestPlane(RequestPlane):
 
     def _accept(self) -> ServedConnection:
         connection = ServedConnection(self._shared, self._serve, self._incoming.discard)
-        if sum(not one.is_open for one in self._incoming) >= _UNPROVED_MAX:
+        if self._is_closed:  # it was accepted by the system before
+            connection.abort()
+        elif sum(not one.is_open for one in self._incoming) >= _UNPROVED_MAX:
             connection.fail(InvalidMessage("too many connections have not proved yet that they know the token"))
         else:
             self._incoming.add(connection)

@@ -359,6 +359,19 @@ async def test_few_may_be_there_without_having_proved_anything() -> None:
         assert await answer((await world.serve(ScriptedEngine([1])))[1]) == [1]
 
 
+async def test_a_connection_that_arrives_while_its_plane_closes_is_cut_at_once() -> None:
+    async with pair() as world:
+        address = _worker_address(world)
+        listener = world.network.listeners[address]
+        await world.worker.close()
+        world.network.listeners[address] = listener  # the system had accepted it before
+        peer = RawPeer()
+        await world.network.dial(address, peer)
+        await settled()
+        assert peer.has_ended
+        assert peer.received_bytes == b""
+
+
 async def test_faults_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async with pair() as world:
         for _ in range(50):
