@@ -60,7 +60,7 @@ class Attack:
     is_smuggled: bool = False
     """Whether a second answer would be that of a hidden request."""
     is_slow: bool = False
-    """Whether its test is among the slow ones."""
+    """Whether it is of full size, and takes a while."""
     stall_s: float = STALL_S
     """How long other clients may wait; more only for attacks like as many ordinary requests at once."""
     group: str = ""

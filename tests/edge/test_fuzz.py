@@ -1,6 +1,6 @@
 """Whatever is in the fields of a request and in its headers: an answer of the known form or a clear refusal.
 
-No 500, no hang, no traceback, nothing left open. Issue 13, "Shows".
+No 500, no hang, no traceback, nothing left open.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Streams go on at their rate beside a request that is as large as it may be. Issue 13, "Shows"."""
+"""Streams go on at their rate beside a request that is as large as it may be."""
 
 from __future__ import annotations
 

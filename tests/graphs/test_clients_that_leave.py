@@ -81,7 +81,7 @@ async def leave(graph: StandardGraph, chat: ChatCompletionRequest, how: str, aft
 async def test_the_next_request_does_not_wait_for_clients_that_have_left(
     router: str, meets: bool, how: str, clients: int, open_streams: OpenStreams
 ) -> None:
-    """Issue 12, point 22: it took 100 times as long. It waits at most for the step that runs when they leave."""
+    """It took 100 times as long; it waits at most for the step that runs when they leave."""
     async with open_fleet(1, 1, meets=meets, args=LARGE, environment={}, **ROUTERS[router]) as fleet:
         idle_s = await answered_after_s(fleet.graph, chat(clients))
         async with anyio.create_task_group() as tasks:
@@ -99,7 +99,7 @@ async def test_the_next_request_does_not_wait_for_clients_that_have_left(
 async def test_a_request_in_the_router_s_queue_whose_client_left_goes_to_no_worker(
     meets: bool, how: str, clients: int
 ) -> None:
-    """Issue 12, point 22: also if the worker does not promise that prefills may be stopped."""
+    """Also if the worker does not promise that prefills may be stopped."""
     async with open_fleet(1, 1, meets=meets, args=LARGE, environment={}, stops_prefills=False) as fleet:
         (host,) = fleet.of("prefill")
         sent = 0

@@ -175,7 +175,6 @@ async def test_a_worker_that_restarts_under_its_id_holds_nothing_in_the_index() 
 
 
 async def test_a_late_event_of_an_earlier_incarnation_suppresses_no_later_event() -> None:
-    """Issue 12, point 11."""
     late: list[Event[RouterEvent]] = []
     again: Subject[Event[RouterEvent]] = Subject()
     async with site(2) as deployed:

@@ -1,7 +1,4 @@
-"""What the core promises without extras, in an environment that has the wheel and what it depends on, and no more.
-
-Issue 12, point 6.
-"""
+"""What the core promises without extras, in an environment that has the wheel and what it depends on, and no more."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The installed pytest plugin leaves projects alone that have modules of the same names as penstock's packages.
-
-Issue 12, point 2.
-"""
+"""The installed pytest plugin leaves projects alone that have modules of the same names as penstock's packages."""
 
 from __future__ import annotations
 

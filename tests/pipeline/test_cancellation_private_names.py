@@ -1,6 +1,6 @@
 """The private names of anyio that racing reads: they are there and mean what it thinks, and it can do without.
 
-Issue 12, point 5. If the first tests fail after an update of anyio, racing has fallen back to a cancel scope for each
+If the first tests fail after an update of anyio, racing has fallen back to a cancel scope for each
 item: look what took the place of the names.
 """
 

@@ -52,7 +52,7 @@ def _expect_logged(caplog: pytest.LogCaptureFixture, error: BaseException, logge
 async def test_a_stop_callback_that_raises_after_a_stop_in_another_thread_is_logged_and_ends_nothing(
     error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Issue 12, point 18: on trio the whole run ended with TrioInternalError."""
+    """On trio the whole run ended with TrioInternalError."""
     control, calls = Control(), list[str]()
     control.on_stop(_failing(error))
     control.on_stop(lambda: calls.append("second"))
@@ -67,7 +67,6 @@ async def test_a_stop_callback_that_raises_after_a_stop_in_another_thread_is_log
 async def test_a_release_that_raises_after_a_drop_is_logged_and_ends_nothing(
     error: BaseException, read: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Issue 12, point 18."""
     released: list[str] = []
     stream = _owning(ReleaseOnce(_failing(error)), ReleaseOnce(lambda: released.append("second")))
     for _ in range(read):
@@ -162,7 +161,7 @@ def _owning(*owned: ReleaseOnce) -> ResponseStream[int]:
 def test_an_interrupt_in_a_childs_callback_goes_to_the_caller_after_the_whole_subtree_is_stopped(
     error: BaseException,
 ) -> None:
-    """Issue 12, point 21: the parent could not be stopped any more."""
+    """The parent could not be stopped any more."""
     parent, first, second, calls = Control(), Control(), Control(), list[str]()
     parent.link_child(first)
     parent.link_child(second)
@@ -197,7 +196,7 @@ def test_any_other_fault_of_a_callback_is_logged_and_reaches_neither_the_parent_
 
 
 def test_after_a_kill_returns_the_subtree_is_killed_although_another_thread_is_held_up_in_a_callback() -> None:
-    """Issue 12, point 21: the second kill returned while `is_killed` was False."""
+    """The second kill returned while `is_killed` was False."""
     parent, first, second = Control(), Control(), Control()
     parent.link_child(first)
     parent.link_child(second)
@@ -220,7 +219,6 @@ def test_after_a_kill_returns_the_subtree_is_killed_although_another_thread_is_h
 
 
 def test_a_callback_that_kills_again_finds_the_whole_subtree_killed_and_the_order_kept() -> None:
-    """Issue 12, point 21."""
     parent, child, calls = Control(), Control(), list[Any]()
     parent.link_child(child)
 
@@ -343,7 +341,7 @@ def test_a_stop_from_a_signal_handler_wakes_a_loop_that_sleeps(
     on_alarm: Callable[[Callable[[], object]], None],
     verb: Callable[[Control], None],
 ) -> None:
-    """Issue 12, point 19: asyncio slept on until its next timer."""
+    """Asyncio slept on until its next timer."""
 
     async def main() -> float:
         control, began_s = Control(), anyio.current_time()
@@ -358,7 +356,6 @@ def test_a_stop_from_a_signal_handler_wakes_a_loop_that_sleeps(
 def test_a_kill_from_a_signal_handler_ends_a_stream_that_waits(
     real_loop: tuple[str, dict[str, Any]], on_alarm: Callable[[Callable[[], object]], None]
 ) -> None:
-    """Issue 12, point 19."""
 
     async def waiting() -> AsyncGenerator[int, None]:
         yield 1

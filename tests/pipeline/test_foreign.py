@@ -1,7 +1,4 @@
-"""What foreign code raises loses one request, and what ends the task itself, as a real Ctrl-C does, goes on.
-
-Issue 12, point 23.
-"""
+"""What foreign code raises loses one request, and what ends the task itself, as a real Ctrl-C does, goes on."""
 
 from __future__ import annotations
 

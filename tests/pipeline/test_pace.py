@@ -114,7 +114,7 @@ def source(request: pytest.FixtureRequest) -> AsyncEngine[int, int]:
 async def test_a_source_that_is_always_ready_lets_other_tasks_run(
     source: AsyncEngine[int, int], stages: str, open_streams: OpenStreams
 ) -> None:
-    """Issue 12, point 20: no other task ran before the last item was read."""
+    """No other task ran before the last item was read."""
     turns, got = 0, list[int]()
 
     async def another() -> None:
@@ -325,7 +325,7 @@ def test_a_stream_can_be_read_without_a_loop() -> None:
     ("backend", "options"), [("asyncio", {}), ("asyncio", {"use_uvloop": True}), ("trio", {})], ids=str
 )
 def test_a_deadline_is_noticed_although_the_source_is_always_ready(backend: str, options: dict[str, bool]) -> None:
-    """Issue 12, point 20: in real time, since virtual time stands still while a task is ready."""
+    """In real time, since virtual time stands still while a task is ready."""
     if options:
         pytest.importorskip("uvloop")
 

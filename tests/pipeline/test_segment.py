@@ -129,7 +129,7 @@ class Shouts(Operator[str, str, str, str]):
 @pytest.mark.parametrize("linked", [lambda: Shouts() >> Echo(), lambda: Shouts() >> identity()])
 @pytest.mark.parametrize("keeps", ["request", "stream"])
 async def test_a_graph_lives_as_long_as_a_request_that_runs_through_it(linked: Any, keeps: str) -> None:
-    """Issue 12, point 21: its stages were collected while the stream ran."""
+    """Its stages were collected while the stream ran."""
     graph: Any = linked()
     stages = [weakref.ref(graph), *(weakref.ref(stage) for stage in graph.stages)]
     request = Context("abc")

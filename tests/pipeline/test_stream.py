@@ -136,7 +136,7 @@ async def test_an_error_in_the_source_ends_the_stream_and_closes_upstream(open_s
 
 
 async def test_what_closing_raises_is_raised_after_everything_is_closed_the_first_with_the_others_as_notes() -> None:
-    """Issue 12, point 21: it was the last."""
+    """It was the last."""
     released: list[str] = []
 
     async def stubborn() -> AsyncGenerator[int, None]:

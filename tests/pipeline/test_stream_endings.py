@@ -71,7 +71,7 @@ def warned() -> Iterator[list[str]]:
 async def test_closing_closes_a_source_that_is_no_generator_once_also_unread(
     read: int, open_streams: OpenStreams
 ) -> None:
-    """Issue 12, point 19: unread, it stayed open."""
+    """Unread, it stayed open."""
     rows = Rows()
     stream = ResponseStream(rows, Context(None))
     assert [await anext(stream, None) for _ in range(read)] == [2, 1, 0, None][:read]
@@ -114,7 +114,6 @@ async def test_an_iterable_and_the_iterator_it_gives_are_both_closed(read: int) 
 @pytest.mark.parametrize("read", [0, 1, 3, 4])
 @pytest.mark.parametrize("how", ["closed", "dropped"])
 async def test_a_stream_of_another_stream_closes_it_also_unread(read: int, how: str) -> None:
-    """Issue 12, point 19."""
     released: list[int] = []
 
     async def items() -> AsyncGenerator[int, None]:
@@ -165,7 +164,7 @@ SOURCES: dict[str, Callable[[Context[Any]], ResponseStream[int]]] = {
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("read", [0, 1])
 async def test_a_stream_dropped_in_a_reference_cycle_warns_and_releases(source: str, read: int) -> None:
-    """Issue 12, point 21: dropped unread, it did not warn."""
+    """Dropped unread, it did not warn."""
     released: list[int] = []
     cycle: dict[str, Any] = {"stream": SOURCES[source](Context(None, id="lost"))}
     cycle["stream"]._owned += (ReleaseOnce(lambda: released.append(1)),)

@@ -111,7 +111,6 @@ def double(x: int) -> int:
     ids=str,
 )
 def test_a_stage_prints_its_settings_and_no_secret(stage: Any, text: str) -> None:
-    """Issue 12, point 9."""
     assert str(stage) == text
     for form in ("text", "mermaid", "dot"):
         assert SECRET not in (Auth("k") >> stage).draw(form)

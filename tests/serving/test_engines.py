@@ -99,7 +99,6 @@ def test_a_factory_of_another_package_is_found_and_given_its_arguments(own_engin
 
 @pytest.mark.parametrize("factory", ["late", "Late.made", "late_callable"])
 def test_a_factory_may_be_async(own_engine: str, factory: str) -> None:
-    """Issue 12, point 10."""
     engine = build(f"{own_engine}:{factory}", volume="11")
     assert isinstance(engine, EchoEngine)
     assert getattr(engine, "volume", None) == 11

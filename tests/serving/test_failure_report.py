@@ -1,4 +1,4 @@
-"""What is printed of an error that ends a program. Issue 12, point 7."""
+"""What is printed of an error that ends a program."""
 
 from __future__ import annotations
 

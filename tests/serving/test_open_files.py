@@ -1,4 +1,4 @@
-"""A server at the limit of open files: it is logged, once, and it recovers. Issue 12, point 25."""
+"""A server at the limit of open files: it is logged, once, and it recovers."""
 
 from __future__ import annotations
 

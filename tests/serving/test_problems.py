@@ -154,7 +154,7 @@ def test_the_type_of_an_error_is_its_status_in_words(status: int, reason: str) -
 @pytest.mark.parametrize("cls", [errors.ResourceExhausted, errors.WorkerOverloaded])
 @pytest.mark.parametrize("status", [429, 503, 529, 599])
 def test_the_type_of_overload_is_the_same_under_every_status(cls: type[PenstockError], status: int) -> None:
-    """Issue 12, point 9: a client distinguishes overload from an outage by the type."""
+    """A client distinguishes overload from an outage by the type."""
     problem = explain(cls("text"), overload_status=status)
     assert json.loads(problem.body())["type"] == "Overloaded"
     assert json.loads(problem.frame().removeprefix(b"data: "))["error"]["type"] == "overloaded"

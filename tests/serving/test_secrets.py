@@ -49,7 +49,6 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_the_environment_shows_numbers_switches_and_settings_of_the_router() -> None:
-    """Issue 12, point 25."""
     shown = {
         "DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD": "0.25",
         "DYN_MIGRATION_LIMIT": "3",
@@ -78,7 +77,6 @@ def test_a_text_of_an_unknown_variable_is_never_shown(name: str, text: str) -> N
 
 
 def test_an_engine_of_ones_own_shows_what_it_declares_harmless(engine: str) -> None:
-    """Issue 12, point 25."""
     shown = {
         "device": "cuda",
         "mode": "careful",

@@ -213,7 +213,6 @@ def test_a_port_that_is_taken_is_an_error_at_once() -> None:
 def test_an_address_where_nothing_can_listen_is_named(
     failure: OSError, field: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Issue 12, point 9."""
 
     def bind(*_: object) -> None:
         raise failure

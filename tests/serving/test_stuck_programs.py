@@ -1,6 +1,6 @@
 """Programs whose engine keeps them from ending in order: it blocks the loop, sits in a thread or hangs.
 
-Real processes, real signals. Issue 12, points 9, 13 and 24.
+Real processes, real signals.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ async def test_requests_that_cannot_be_continued_fail_with_their_worker(
 
 
 async def test_each_reason_not_to_migrate_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Issue 12, points 9 and 25: with `n` above 1 there was a line for every request."""
+    """With `n` above 1 there was a line for every request."""
     caplog.set_level(logging.DEBUG, logger="operators.migration.operator")
     world = World(None)
     for _ in range(3):

@@ -50,7 +50,7 @@ GLOBALS = ["strftime_now", "range", "dict", "namespace", "cycler", "joiner", "li
 @pytest.mark.parametrize("name", [*GIVEN, *GLOBALS])
 @pytest.mark.parametrize("now", [None, lambda: datetime(2031, 2, 3, tzinfo=UTC)])
 def test_arguments_that_would_replace_a_name_of_the_template_are_refused(name: str, now: Any) -> None:
-    """Issue 12, point 25: a template that calls a global which is a text now fails."""
+    """A template that calls a global which is a text now fails."""
     template = ChatTemplate("{% for i in range(1) %}{{ messages[0].content }}{% endfor %}", now=now)
     with pytest.raises(InvalidArgument, match=name) as caught:
         template.render(USER, args={"mood": "!", name: "x"})

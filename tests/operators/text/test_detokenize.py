@@ -305,7 +305,6 @@ class Panic(BaseException):
 async def test_whatever_a_decoder_raises_is_an_error_of_the_tree(
     at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Issue 12, point 23."""
 
     def panic(*_: Any, **__: Any) -> Any:
         raise Panic("index out of bounds")

@@ -85,7 +85,6 @@ async def test_the_tokens_of_the_request_are_its_own() -> None:
 async def test_a_token_id_that_the_model_does_not_know_is_refused_with_its_place(
     request_: ChatCompletionRequest | CompletionRequest, field: str, token_id: int
 ) -> None:
-    """Issue 12, point 25."""
     with pytest.raises(InvalidArgument) as caught:
         await preprocessed(request_)
     assert caught.value.field == field
@@ -253,7 +252,6 @@ class Panics(ByteTokenizer):
 
 
 async def test_whatever_a_tokenizer_raises_is_an_error_of_the_tree() -> None:
-    """Issue 12, point 23."""
     model = evolve(Model.byte_level("m"), tokenizer=Panics())
     with pytest.raises(Unknown, match="Panic: index out of bounds") as failed:
         await preprocessed(chat(), model)

@@ -111,7 +111,7 @@ def test_the_gaps_of_a_vocabulary_are_no_tokens() -> None:
 
 
 def test_truncation_and_padding_of_the_file_are_off(byte_level_json: str, tmp_path: Path) -> None:
-    """Issue 12, point 24: a prompt of ten words became five tokens, and padding was billed."""
+    """A prompt of ten words became five tokens, and padding was billed."""
     made = tokenizers.Tokenizer.from_str(byte_level_json)
     plain = made.encode("the quick brown fox jumps over the lazy dog", add_special_tokens=False).ids
     made.enable_truncation(max_length=5)
@@ -220,7 +220,7 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, byte_level_json:
 
 
 def test_a_panic_of_the_library_is_an_error_of_the_tree() -> None:
-    """Issue 12, point 23: a text on which the tokenizer's expression gives up."""
+    """A text on which the tokenizer's expression gives up."""
     library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
     hard = tokenizers.Regex("(a+a+)+[xy]")
     library.pre_tokenizer = tokenizers.pre_tokenizers.Split(hard, behavior="isolated")

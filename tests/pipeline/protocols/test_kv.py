@@ -36,7 +36,6 @@ def test_the_residency_domain_is_the_workers_unless_it_is_named() -> None:
 
 
 def test_an_unknown_residency_domain_does_not_spoil_the_batch() -> None:
-    """Issue 12, point 15."""
     plain = to_plain(RouterEvent(9, EVENTS[0]))
     batch = from_plain({"events": [plain, {**plain, "residency_domain": "pool"}, plain]}, RecoveredEvents)
     assert [event.residency_domain for event in batch.events] == ["worker", "pool", "worker"]

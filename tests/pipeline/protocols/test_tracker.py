@@ -356,7 +356,7 @@ async def test_a_tracker_runs_on_the_loops_own_clock() -> None:
 
 @given(uptime_s=st.floats(0, 1e9), steps_ms=st.lists(st.integers(0, 100_000), min_size=6, max_size=6))
 def test_times_of_a_clock_of_milliseconds_are_whole_milliseconds(uptime_s: float, steps_ms: list[int]) -> None:
-    """Issue 12, point 9: they were 48.99999999997817."""
+    """They were 48.99999999997817."""
     clock = Clock(begun := round(uptime_s, 3))
     tracker = tracker_at(clock)
     points = (

@@ -1,7 +1,4 @@
-"""`check_operator` finds each way not to close the next stage's stream, whatever collects it afterwards.
-
-Issue 12, point 4.
-"""
+"""`check_operator` finds each way not to close the next stage's stream, whatever collects it afterwards."""
 
 from __future__ import annotations
 

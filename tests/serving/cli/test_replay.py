@@ -318,7 +318,7 @@ def test_a_page_with_plots_is_written_of_one_run_and_of_several(replay: Replay, 
 
 
 def test_names_of_files_cannot_steer_the_terminal(replay: Replay, tmp_path: Path) -> None:
-    """Issue 12, point 25: in errors, and in the table of a comparison, which reads no markup in them either."""
+    """In errors, and in the table of a comparison, which reads no markup in them either."""
     hostile, other = tmp_path / "\x1b[31m[red]one.json", tmp_path / "two.json"
     for file in (hostile, other):
         file.write_bytes(make_report(Samples()).to_json())

@@ -110,7 +110,6 @@ def outcome(request: Any) -> Any:
 
 @pytest.mark.parametrize(("kind", "plain", "name"), CASES, ids=[f"{kind.__name__}-{name}" for kind, _, name in CASES])
 def test_no_field_is_accepted_and_ignored(kind: Any, plain: dict[str, Any], name: str) -> None:
-    """Issue 12, point 8."""
     base = from_plain(plain | OTHERS.get(name, {}), kind)
     changes = outcome(sample(kind, plain, name)) != outcome(base)
     assert changes == (name not in NO_EFFECT | AT_THE_DOOR)

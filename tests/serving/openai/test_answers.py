@@ -132,7 +132,7 @@ def test_half_a_character_is_no_json() -> None:
 
 @pytest.mark.parametrize("kind", [ChatAnswer, CompletionAnswer])
 def test_neither_an_item_nor_the_end_of_a_long_answer_takes_long(kind: type[Answer]) -> None:
-    """Issue 13: at most 20 ms of the loop in one piece. It was 0.2 s for 5,000 tokens with 20 candidates each."""
+    """At most 20 ms of the loop in one piece. It was 0.2 s for 5,000 tokens with 20 candidates each."""
     top = [[TopLogprob(rank, rank, -1.0, f"some{rank}") for rank in range(20)]]
     output = BackendOutput([1], ["some"], "some", log_probs=[-1.0], top_logprobs=top)
     times_s = []

@@ -330,7 +330,7 @@ async def test_draining_ends_what_takes_too_long() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("script", [[Stall()], [Wait(7), Fail(Disconnected("cut"))]], ids=["killed", "lost"])
 async def test_a_request_that_the_end_of_the_server_cuts_gets_503(stream: bool, script: list[Any]) -> None:
-    """Issue 12, point 9: it got the error of a stream that its client had closed."""
+    """It got the error of a stream that its client had closed."""
     availability, telemetry = Availability(), Telemetry()
     running = chat(app({"m": ScriptedEngine(script)}, availability=availability, telemetry=telemetry), stream=stream)
     async with anyio.create_task_group() as tasks:

@@ -156,7 +156,7 @@ def caused(cause: Exception) -> PenstockError:
 async def test_an_error_means_the_same_in_a_batch_as_alone(
     prompts: list[str], stream: bool, error: PenstockError, status: int, type: str, retry_after: str | None
 ) -> None:
-    """Issue 12, point 24: the causes of an error were lost in a batch."""
+    """The causes of an error were lost in a batch."""
     causes = list(chain(error))
 
     def script(request: Any) -> list[Any]:
@@ -324,7 +324,6 @@ async def test_a_broken_worker_is_not_a_short_answer() -> None:
 async def test_what_cannot_be_done_is_refused_by_name(
     api: str, fields: dict[str, Any], field: str, stream: bool
 ) -> None:
-    """Issue 12, point 8."""
     graph = Preprocess(Model.byte_level("m")) >> ScriptedEngine([])
     post = {"chat": chat, "complete": complete}[api]
     answer = await post(app({"m": graph}), stream=stream, **fields).run()
@@ -338,7 +337,7 @@ async def test_what_cannot_be_done_is_refused_by_name(
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("place", range(5), ids=[name for name, _ in early(ValueError())])
 async def test_any_error_before_the_first_item_is_a_status(place: int, stream: bool, error: BaseException) -> None:
-    """Issue 12, point 23: of a graph whose stages translate nothing."""
+    """Of a graph whose stages translate nothing."""
     _, engine = early(error)[place]
     with watch_streams() as streams:
         exchange = await chat(app({"m": engine}), stream=stream).run()
@@ -351,7 +350,6 @@ async def test_any_error_before_the_first_item_is_a_status(place: int, stream: b
     "error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), BaseException(SECRET)], ids=repr
 )
 async def test_any_error_in_the_middle_is_an_error_frame(error: BaseException) -> None:
-    """Issue 12, point 23."""
     engine = ScriptedEngine([token("a"), Wait(1), Fail(error)])
     exchange = await chat(app({"m": engine}), stream=True).run()
     *_, last_chunk = exchange.chunks
@@ -361,7 +359,7 @@ async def test_any_error_in_the_middle_is_an_error_frame(error: BaseException) -
 
 
 async def test_any_error_of_one_prompt_of_many_is_a_status() -> None:
-    """Issue 12, point 23: a task of its own would end the loop."""
+    """A task of its own would end the loop."""
     engine = ScriptedEngine(lambda request: [Fail(SystemExit(3))] if request.prompt == "b" else [token("a"), last()])
     exchange = await complete(app({"m": engine}), prompt=["a", "b"]).run()
     assert (exchange.status, error_of(exchange)) == (500, INTERNAL)
@@ -371,14 +369,14 @@ async def test_any_error_of_one_prompt_of_many_is_a_status() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("prompt", [[1, 2, 999_999], [[1], [2, 3, 999_999]]])
 async def test_an_unknown_token_id_is_named_with_its_index(prompt: Any, stream: bool) -> None:
-    """Issue 12, point 25: it was 500."""
+    """It was 500."""
     graph = Preprocess(Model.byte_level("m")) >> ScriptedEngine([Wait(1), token("a"), last()])
     answer = await complete(app({"m": graph}), stream=stream, prompt=prompt).run()
     assert (answer.status, answer.json["message"]) == (400, "prompt: 999999 at index 2 is no token id of model m")
 
 
 async def test_a_name_of_the_chat_template_cannot_be_replaced() -> None:
-    """Issue 12, point 25: it was 500."""
+    """It was 500."""
     graph = Preprocess(Model.byte_level("m", chat_template=WHOLE_CHAT)) >> ScriptedEngine([])
     answer = await chat(app({"m": graph}), chat_template_args={"namespace": 1}).run()
     assert answer.status == 400

@@ -21,7 +21,7 @@ TOKENS = 20_000
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_others_are_answered_while_a_long_answer_is_made(stream: bool) -> None:
-    """Issue 12, point 20: `/live` waited until the last token of a whole answer was made."""
+    """`/live` waited until the last token of a whole answer was made."""
     at_once, end, begun, made = token("a"), last(), anyio.Event(), 0
     made_until_live = 0
 
@@ -53,7 +53,7 @@ async def test_others_are_answered_while_a_long_answer_is_made(stream: bool) -> 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_prompts_of_a_batch_are_begun_a_few_at_a_time(stream: bool) -> None:
-    """Issue 13: 128 of 8 kB took 50 ms of the loop in two turns of it."""
+    """128 of 8 kB took 50 ms of the loop in two turns of it."""
     engine, begun = ScriptedEngine([token("a"), last()]), [0]
 
     async def watch() -> None:
