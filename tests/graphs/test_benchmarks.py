@@ -18,6 +18,8 @@ from engines.mocker import MockEngine
 from pipeline.testing import run_in_virtual_time
 from serving.deployment import GraphConfig, RouterName
 
+pytestmark = pytest.mark.slow  # of the benchmarks, not of the product
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -19,6 +19,8 @@ import pytest
 
 from tests.serving.worlds import post, program
 
+pytestmark = pytest.mark.slow  # each starts a program
+
 MOCKER = ("--engine", "mocker", "--workers", "2")
 OWN = """
 import anyio
@@ -166,7 +168,6 @@ def ended(folder: Path, *command: str, **variables: str) -> subprocess.Completed
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "code", "lines"),
     [
@@ -184,7 +185,7 @@ def test_an_engine_that_cannot_start_is_shown_with_its_class_and_place(
     assert (done.returncode, done.stderr.splitlines()) == (code, lines)
 
 
-@pytest.mark.parametrize("engine", ["own_engine:Broken", pytest.param("absent:Engine", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["own_engine:Broken", "absent:Engine"])
 def test_the_whole_traceback_is_shown_where_it_is_wanted(own_engine: Path, engine: str) -> None:
     done = ended(own_engine, "graph", "--engine", engine, "--log-level", "debug")
     assert "Traceback (most recent call last)" in done.stderr
@@ -202,7 +203,7 @@ def test_an_engine_that_breaks_ends_its_program_as_a_failure(own_engine: Path, c
     "command",
     [
         ("serve", "--engine", "own_engine:Slow"),
-        pytest.param(("serve", "--engine", "own_engine:made_slowly"), marks=pytest.mark.slow),
+        ("serve", "--engine", "own_engine:made_slowly"),
         ("worker", "own_engine:made_slowly"),
     ],
 )

@@ -19,6 +19,8 @@ from serving.access import hash_of, new_key
 from tests.serving.access.worlds import Certificates
 from tests.serving.worlds import served_urls
 
+pytestmark = pytest.mark.slow  # each starts a program
+
 KEY = "penstock-0123456789abcdefghijklmnopqrstuv"
 COMMAND = [sys.executable, "-m", "serving"]
 
@@ -85,7 +87,6 @@ def test_the_admin_address_shows_what_the_public_one_does_not() -> None:
             assert ended(process) == ""
 
 
-@pytest.mark.slow
 def test_a_worker_has_an_admin_address_too() -> None:
     command = ("worker", "echo")
     variables = {"DYN_SYSTEM_PORT": "0"}
@@ -96,7 +97,6 @@ def test_a_worker_has_an_admin_address_too() -> None:
         process.kill()
 
 
-@pytest.mark.slow
 def test_a_public_address_without_keys_is_warned_of_and_shows_no_metrics() -> None:
     with served_urls("--host", "0.0.0.0") as (process, (url,)):
         assert fetch(f"{url}/metrics")[0] == 404
@@ -104,7 +104,6 @@ def test_a_public_address_without_keys_is_warned_of_and_shows_no_metrics() -> No
         assert "no API keys are set" in ended(process)
 
 
-@pytest.mark.slow
 def test_keys_and_certificate_change_while_it_serves(tmp_path: Path, certificates: Certificates) -> None:
     """On the event loop of the program, by the clock that looks at the files."""
     keys, other = tmp_path / "keys.toml", new_key()
@@ -130,31 +129,17 @@ def test_keys_and_certificate_change_while_it_serves(tmp_path: Path, certificate
     ("options", "variables", "words"),
     [
         (("--tls-cert-path", "cert.pem"), {}, "--tls-key-path: is needed with --tls-cert-path"),
-        pytest.param(
-            ("--tls-key-path", "key.pem"), {}, "--tls-cert-path: is needed with --tls-key-path", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ("--api-keys", "nowhere.toml"), {}, "--api-keys: nowhere.toml: cannot be read", marks=pytest.mark.slow
-        ),
-        pytest.param(
+        (("--tls-key-path", "key.pem"), {}, "--tls-cert-path: is needed with --tls-key-path"),
+        (("--api-keys", "nowhere.toml"), {}, "--api-keys: nowhere.toml: cannot be read"),
+        (
             ("--trusted-proxy", "10.0.0.0/8", "--trusted-proxy", "all"),
             {},
             "--trusted-proxy: is no address or network",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            ("--cors-origin", "https://a.example,b"), {}, "--cors-origin: 'b' is no origin", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ("--admin-port", "70000"), {}, "--admin-port: must be between 0 and 65535", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ("--admin-port", "0", "--admin-host", "203.0.113.1"),
-            {},
-            "--admin-host: 203.0.113.1 is no address",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param((), {"PENSTOCK_API_KEY": "hunter2"}, "PENSTOCK_API_KEY: a key must be 32", marks=pytest.mark.slow),
+        (("--cors-origin", "https://a.example,b"), {}, "--cors-origin: 'b' is no origin"),
+        (("--admin-port", "70000"), {}, "--admin-port: must be between 0 and 65535"),
+        (("--admin-port", "0", "--admin-host", "203.0.113.1"), {}, "--admin-host: 203.0.113.1 is no address"),
+        ((), {"PENSTOCK_API_KEY": "hunter2"}, "PENSTOCK_API_KEY: a key must be 32"),
         ((), {"PENSTOCK_API_KEYS": KEY}, "PENSTOCK_API_KEYS is not read"),
     ],
 )

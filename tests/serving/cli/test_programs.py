@@ -16,6 +16,8 @@ import pytest
 from serving.deployment import GraphConfig
 from tests.serving.worlds import post, program
 
+pytestmark = pytest.mark.slow  # each starts a program
+
 Penstock = Callable[..., tuple[int, str, str]]
 
 ROOT_COMMAND = [sys.executable, "-m", "serving"]
@@ -121,7 +123,6 @@ def test_a_graph_shows_the_stage_that_routes_by_kv_blocks(penstock: Penstock, tm
     assert drawn.index("KvPushRouter") < drawn.index("PushRouter(dyn")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "words"),
     [
