@@ -193,8 +193,9 @@ async def _made(host: Host, report_loading: ReportProgress) -> Made | None:
         (engine,) = await host.config.make_engines(1, deployment)
         made.append((model, engine))
 
-    await until_signalled(make, host.watch)  # later the worker handles signals itself
-    return made[0] if made else None
+    await until_signalled(make, host.watch)
+    host.watch.keep_listening()  # until the worker handles signals itself, and learns of those that came before
+    return None if host.watch.is_ending or not made else made[0]  # a factory may block the loop, and then return
 
 
 def _worker_of(made: Made, host: Host, runtime: Runtime, health: SystemHealth) -> Worker:

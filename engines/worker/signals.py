@@ -84,6 +84,11 @@ class ProcessWatch:
         self._due: tuple[float, int, str] | None = None
         self._is_stopped = self._is_over = False
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether the end has begun: by a signal, which may have come to an event loop too late, or by `begin_end`."""
+        return self._due is not None
+
     def start(self) -> None:
         self._thread.start()
 
@@ -266,13 +271,16 @@ async def run_until_signalled(
     """Run `host`, which ends by itself after `shutdown` is stopped; see the module. Raises what it raises.
 
     Where `exit` returns, `host` is cancelled. The handlers are installed before `host` begins; raises Unknown if that
-    fails. The `watch`, for signals of the process, holds the table where the loop is blocked.
+    fails. The `watch`, for signals of the process, holds the table where the loop is blocked. If it has had a signal
+    already, `shutdown` is stopped before `host` begins.
     """
     failure: Exception | None = None
     with _installed(signals) as numbers, ExitStack() as listening:
         if watch is not None:
             listening.enter_context(watch.listening())
             listening.callback(shutdown.on_stop(watch.begin_end))  # which returns what takes the callback back
+            if watch.is_ending:
+                shutdown.stop()
         async with anyio.create_task_group() as tasks:
 
             async def obey() -> None:

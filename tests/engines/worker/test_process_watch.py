@@ -171,3 +171,17 @@ async def test_a_stop_during_a_run_gives_the_end_its_deadline(deadlines: list[fl
     with ProcessWatch(60) as watch:
         await run_until_signalled(host, control, no_signals, exit=Exits(), deadline_s=60, watch=watch)
     assert len(deadlines) == 1
+
+
+async def test_a_signal_that_came_before_a_run_ends_it_before_it_begins(deadlines: list[float]) -> None:
+    control = Control()
+    found: list[bool] = []
+
+    async def host() -> None:
+        found.append(control.is_stopped)
+
+    with ProcessWatch(60) as watch:
+        assert not watch.is_ending
+        watch.begin_end()
+        await run_until_signalled(host, control, no_signals, exit=Exits(), deadline_s=60, watch=watch)
+    assert found == [True]
