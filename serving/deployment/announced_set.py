@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 
 KEPT_S = 300.0
 """How long a graph is kept without workers."""
+FIRST_S = 1.0
+"""Wait after the first build that failed."""
 LONGEST_S = 30.0
 """Longest wait before a failed build is tried again."""
 BUILDS_MAX = 8
@@ -142,7 +144,7 @@ class AnnouncedSet:
 
     async def _keep_built(self) -> None:
         """Build the graph and keep it open, until cancelled."""
-        tries = 0
+        wait_s = 0.0
         while True:
             wanted, changed = self.wanted, self._changed
             if wanted is not None:
@@ -155,8 +157,8 @@ class AnnouncedSet:
                     if str(error) != str(self.problem):
                         _log.exception("%s met an error that is no worker's", self.endpoint)
                     self._fail(error)
-                tries = 0 if self._was_offered else tries + 1
-            with anyio.move_on_after(None if wanted is None else min(2.0 ** max(tries - 1, 0), LONGEST_S)):
+                wait_s = FIRST_S if self._was_offered or not wait_s else min(2 * wait_s, LONGEST_S)
+            with anyio.move_on_after(None if wanted is None else wait_s):
                 await changed.wait()
 
     async def _open(self, wanted: Answering) -> None:

@@ -22,7 +22,7 @@ from pipeline.protocols.card import ByteLevel, ModelDeploymentCard, ModelType, W
 from pipeline.rx import Subject
 from pipeline.testing import ScriptedEngine
 from pipeline.wire import to_json
-from serving.deployment import RouterName
+from serving.deployment import RouterName, announced_set
 from serving.deployment.announced import OPEN_S
 from serving.deployment.announced_set import BUILDS_MAX, KEPT_S
 from serving.deployment.routing import prefill_stage
@@ -377,6 +377,20 @@ async def test_a_build_that_fails_is_tried_again_with_longer_and_longer_waits(
         await anyio.sleep(30)
         assert await listed(app(opened.graph)) == ["tiny"]
         assert flaky.tries[0] == pytest.approx(began_s, abs=1)
+
+
+async def test_a_build_that_fails_for_days_ends_nothing(
+    cluster: Cluster, flaky: Flaky, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announced_set, "LONGEST_S", 1.0)
+    flaky.is_down = True
+    await cluster.start("tiny", model_path=folder)
+    async with cluster.front() as opened:
+        await anyio.sleep(1100)
+        assert len(flaky.tries) > 1050
+        flaky.is_down = False
+        await anyio.sleep(2)
+        assert await listed(app(opened.graph)) == ["tiny"]
 
 
 async def test_a_change_of_its_workers_tries_a_failed_build_at_once(
