@@ -5,6 +5,7 @@ front ends ──► runtime ──► Worker of an Upstream ──► server   
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from attrs import evolve
 
 from engines import Worker
 from operators import Model
-from pipeline import InvalidArgument
+from pipeline import InvalidArgument, PenstockError
 from pipeline.errors import EngineShutdown
 from pipeline.network import Runtime
 
@@ -27,6 +28,8 @@ from .supervisor import Supervisor
 
 if TYPE_CHECKING:
     from engines.upstream import ServerFacts
+
+_log = logging.getLogger(__name__)
 
 Beside = Callable[[Worker], AbstractAsyncContextManager[None]]
 """Gives what runs beside a worker while it is in service."""
@@ -67,7 +70,10 @@ async def _finish(supervisors: Sequence[Supervisor], hosting: HostOptions) -> No
     if not served:
         return
     for one in served:
-        await one.unpublish()
+        try:
+            await one.unpublish()
+        except PenstockError as error:  # its requests end in order all the same
+            _log.warning("%s could not be unregistered, its lease runs out: %s", one.instance, error)
     await anyio.sleep(hosting.times.grace_s)
     for one in served:
         await one.withdraw()

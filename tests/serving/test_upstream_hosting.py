@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import pytest
 from attrs import evolve
 
 from engines import ShutdownTimes, Worker
-from pipeline import InvalidArgument
+from pipeline import InvalidArgument, Unavailable
 from pipeline.network import Runtime
+from pipeline.network.discovery import Lease
 from serving.deployment import GraphConfig, HostOptions, UpstreamConfig, announced_graph, upstream_workers
 from serving.http import served
 from tests.serving.upstream_worlds import RETRY, Site, generated, request, tokens
@@ -97,6 +98,28 @@ async def test_the_end_lets_other_processes_see_it_before_requests_are_refused(
     async with deployment(site, folder, tmp_path):
         begun_s = anyio.current_time()
     assert anyio.current_time() - begun_s >= 2
+
+
+async def test_requests_end_in_order_also_while_discovery_is_away(
+    site: Site, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def away(_: object) -> None:
+        raise Unavailable("the broker is away")
+
+    site.server(A)
+    hosting = HostOptions(
+        {"XDG_CACHE_HOME": str(tmp_path)},
+        transports={A: site.servers[A].transport},
+        times=ShutdownTimes(grace_s=2.0, timeout_s=10.0),
+    )
+    config = GraphConfig(model_path=folder, upstream=UpstreamConfig(urls=(A,)))
+    async with Runtime.in_process() as runtime:
+        async with upstream_workers(config, hosting, runtime, lambda _: nullcontext(), retry=RETRY):
+            await anyio.sleep(1)
+            monkeypatch.setattr(Lease, "release", away)
+            begun_s = anyio.current_time()
+        assert anyio.current_time() - begun_s >= 2
+    assert "could not be unregistered, its lease runs out: the broker is away" in caplog.text
 
 
 async def test_a_model_without_a_tokenizer_here_is_not_served(
