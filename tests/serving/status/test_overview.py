@@ -11,8 +11,8 @@ import pytest
 
 from engines import DisaggregationMode, EchoEngine, Worker, WorkerConfig
 from operators.pool import load_reports
-from pipeline import function_engine
-from pipeline.network import EndpointId, Runtime, Scope
+from pipeline import Unavailable, function_engine
+from pipeline.network import EndpointId, Instance, Runtime, Scope
 from pipeline.protocols.kv import ActiveLoad
 from serving.status import (
     FRONTENDS_AT,
@@ -117,6 +117,51 @@ def test_a_narrow_terminal_is_not_exceeded(width: int) -> None:
 async def test_as_json_it_is_one_object_with_what_is_unknown_as_null(capsys: pytest.CaptureFixture[str]) -> None:
     await show_status(Runtime.in_process(), watch=False, as_json=True, wait_s=1.0)
     assert json.loads(capsys.readouterr().out) == {"workers": [], "frontends": []}
+
+
+async def test_as_json_it_is_read_again_whatever_a_name_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "a\x7f\x85\u200e\U0001f600"
+    runtime = Runtime.in_process()
+    with anyio.move_on_after(5):
+        async with anyio.create_task_group() as tasks:
+
+            async def show() -> None:
+                await show_status(runtime, watch=True, as_json=True, wait_s=0.5)
+
+            tasks.start_soon(show)
+            await anyio.sleep(0.1)
+            async with serving_status(runtime, FRONTENDS_AT, lambda: ProcessStatus(1, [name]), 7):
+                await anyio.sleep(1)
+                tasks.cancel_scope.cancel()
+    out = capsys.readouterr().out
+    assert out.isprintable() or out.removesuffix("\n").isprintable()
+    assert json.loads(out)["frontends"][0]["models"] == [name]
+
+
+async def test_a_watch_goes_on_when_discovery_was_away(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = Runtime.in_process()
+
+    async def away() -> list[Instance]:
+        raise Unavailable("the broker is away")
+
+    async with anyio.create_task_group() as tasks:
+
+        async def show() -> None:
+            await show_status(runtime, watch=True, as_json=True, wait_s=0.0)
+
+        tasks.start_soon(show)
+        await anyio.sleep(5)
+        with monkeypatch.context() as patched:
+            patched.setattr(runtime.discovery, "instances", away)
+            await anyio.sleep(5)
+        async with serving_status(runtime, FRONTENDS_AT, lambda: ProcessStatus(1), 7):
+            await anyio.sleep(5)
+        tasks.cancel_scope.cancel()
+    shown = [json.loads(line)["frontends"] for line in capsys.readouterr().out.splitlines()]
+    assert [len(each) for each in shown[:2]] == [0, 1]
+    assert caplog.text.count("no longer up to date: the broker is away") == 1
 
 
 async def test_it_is_shown_again_when_it_has_changed(capsys: pytest.CaptureFixture[str]) -> None:
