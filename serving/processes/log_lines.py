@@ -41,10 +41,11 @@ class LogLines:
         if not self._is_json:
             return f"{self._prefixes.get(name, f'{name} | ')}{printable(line)}"
         try:
-            entry = json.loads(line)
-        except ValueError:
-            entry = None
-        return json.dumps({"process": name} | (entry if isinstance(entry, dict) else {"message": line}))
+            if isinstance(entry := json.loads(line), dict):
+                return json.dumps({"process": name} | entry, allow_nan=False)
+        except (ValueError, RecursionError):  # no JSON, or nested too deeply to be read
+            pass
+        return json.dumps({"process": name, "message": line})
 
     async def write(self, name: str, lines: Sequence[str]) -> None:
         """Write the lines together, not among those of other calls; in a thread, for a reader may be slow."""

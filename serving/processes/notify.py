@@ -28,7 +28,7 @@ def notify_ready(environment: Mapping[str, str], status: str) -> None:
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.setblocking(False)
-            sender.sendto(notice.encode(), address)
+            sender.sendto(notice.encode(errors="replace"), address)
     except OSError as error:
         _log.warning("the process that started this one was not notified: %s", error)
 

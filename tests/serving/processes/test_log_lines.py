@@ -39,6 +39,8 @@ def test_a_program_cannot_control_the_terminal() -> None:
         ("plain {", {"process": "up", "message": "plain {"}),
         ("{not json}", {"process": "up", "message": "{not json}"}),
         ("[1]", {"process": "up", "message": "[1]"}),
+        ("[" * 50_000, {"process": "up", "message": "[" * 50_000}),
+        ('{"load": NaN}', {"process": "up", "message": '{"load": NaN}'}),
     ],
 )
 def test_with_json_each_line_is_an_object_with_the_program(line: str, entry: dict[str, str]) -> None:
@@ -63,6 +65,13 @@ def test_a_notice_arrives_with_its_status(tmp_path: Path) -> None:
 )
 def test_only_a_notice_of_readiness_counts(notice: bytes, status: str | None) -> None:
     assert ready_status(notice) == status
+
+
+def test_a_notice_of_half_a_character_arrives_all_the_same(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(path := str(tmp_path / "n"))
+        notify_ready({"NOTIFY_SOCKET": path}, "Serving \ud800")
+        assert ready_status(listener.recv(1000)) == "Serving ?"
 
 
 def test_a_socket_that_is_not_there_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
