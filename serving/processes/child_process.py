@@ -103,9 +103,9 @@ class _LaunchedProcess(Child):
             self._process.terminate()
 
     def kill(self) -> None:
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # with what it has started itself
+        # With what it has started itself, also where it has ended and left that behind.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def last_lines(self) -> list[str]:
         return list(self._last_lines)

@@ -121,6 +121,25 @@ def test_a_program_that_ignores_the_request_is_killed(tmp_path: Path) -> None:
     anyio.run(main)
 
 
+def test_what_a_program_has_started_and_left_behind_is_killed(tmp_path: Path) -> None:
+    code = "import subprocess, sys; subprocess.Popen(['sleep', '600']); print('begins', flush=True); sys.exit(1)"
+
+    async def main() -> None:
+        lines = Lines()
+        launched = LaunchedProcesses(tmp_path, lines.write)
+        group = ProcessGroup([program("one", code)], launched.start, retry=Retry(first_s=60.0))
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(group.run)
+                await lines.until()
+                while children_in(tmp_path):  # noqa: ASYNC110  (they are no children of this process)
+                    await anyio.sleep(0.05)
+                group.end()
+        assert group.states()[0].last_end == "ended with exit code 1"
+
+    anyio.run(main)
+
+
 def test_a_line_without_end_is_written_in_parts(tmp_path: Path) -> None:
     async def main() -> None:
         lines = Lines()
