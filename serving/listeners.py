@@ -90,6 +90,8 @@ def listen(host: str, port: int) -> socket.socket:
             listener.bind(address)
             listener.listen(BACKLOG)
             opening.pop_all()
+    except UnicodeError as error:  # a part of the name is empty, or longer than names may be
+        raise InvalidArgument(f"{host!r} is no name of a host", field="host") from error
     except OSError as error:
         raise _no_address(error, host, port) from error
     return listener

@@ -80,3 +80,10 @@ def test_an_unknown_name_among_several_is_refused() -> None:
     with pytest.raises(InvalidArgument) as refused, inherited_sockets(variables):
         pass
     assert refused.value.field == "LISTEN_FDNAMES"
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 70])
+def test_what_is_no_name_of_a_host_is_refused(host: str) -> None:
+    with pytest.raises(InvalidArgument, match="is no name of a host") as refused:
+        listen(host, 0)
+    assert refused.value.field == "host"
