@@ -13,7 +13,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -171,7 +171,8 @@ async def _supervise(
             serves.set()
             what = line.partition("; admin at")[0]  # the one of this front end alone
             what += f"; admin at {url_of(admin_listener)}; runtime {url}"
-            echo(what)
+            with suppress(OSError):  # nobody reads it: the deployment serves all the same
+                echo(what)
             notify_ready(environment, what)
 
     lines = LogLines(

@@ -150,6 +150,8 @@ def flattened(made: Command, act: Callable[[dict[str, Any]], int | None]) -> Cal
         given = {one.name: value for one, value in zip(arguments, values, strict=False) if value}
         try:
             return act(given | options)
+        except BrokenPipeError:  # nobody reads what is printed: see `run_program`
+            raise
         except (PenstockError, OSError) as error:
             fail(error, made.labels())
 

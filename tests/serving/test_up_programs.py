@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import anyio
@@ -215,6 +217,25 @@ def test_the_second_signal_ends_all_at_once() -> None:
         assert deployment.process.wait(timeout=30) == 0
         assert time.monotonic() - began < 5
         assert deployment.processes() == []
+
+
+def test_a_deployment_serves_though_nobody_reads_its_line() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "serving", "up", "--port=0", "--admin-port=0", "--log-format=json"]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices, TemporaryDirectory() as folder:
+        notices.bind(path := f"{folder}/notices")
+        notices.settimeout(START_S)
+        variables = {**os.environ, "NOTIFY_SOCKET": path}
+        process = subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=variables)
+        os.close(writer)
+        try:
+            assert "READY=1" in notices.recv(4096).decode()
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert "Traceback" not in errors
 
 
 def test_nothing_is_left_when_it_is_killed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -157,6 +158,19 @@ def test_a_port_that_is_taken_is_a_line_too() -> None:
         ended = run("serve", "--port", str(port))
     assert ended.returncode == 2
     assert ended.stderr == f"Error: --port: port {port} on 127.0.0.1 is in use; 0 takes a free one\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["serve", "--port=0"], ["status", "--runtime=file:{}/runtime", "--json"]])
+def test_output_that_nobody_reads_ends_a_program_without_a_trace(command: list[str], tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    texts = [each.format(tmp_path) for each in command]
+    ran = subprocess.run(
+        [*ROOT_COMMAND, *texts], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (1, "")
 
 
 def test_help_is_cheap() -> None:
