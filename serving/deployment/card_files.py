@@ -248,7 +248,11 @@ def _cached(placed: Path, cached: Path, bytes_max: int) -> None:
 
 def _pruned(folder: Path, bytes_max: int, newest: Path) -> None:
     """Remove the files used longest ago until the others have at most `bytes_max`; never the newest."""
-    states = {path: path.stat() for path in folder.iterdir() if path.is_file()}
+    states: dict[Path, os.stat_result] = {}
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # another program makes room too
+            if path.is_file():
+                states[path] = path.stat()
     size_bytes = sum(state.st_size for state in states.values())
     for path in sorted(states, key=lambda path: states[path].st_mtime):
         if size_bytes <= bytes_max:

@@ -119,6 +119,26 @@ async def test_the_oldest_files_make_room(objects: CountedObjects, folder: Path,
         await small.model(made)
 
 
+async def test_another_program_may_make_room_at_the_same_time(
+    objects: CountedObjects, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    made = await card(folder, objects)
+    is_file = Path.is_file
+
+    def is_file_then_gone(path: Path) -> bool:
+        found = is_file(path)
+        if path.name == "another":
+            path.unlink(missing_ok=True)
+        return found
+
+    async with CardFiles(objects, {"XDG_CACHE_HOME": str(tmp_path)}, cache_bytes_max=1) as small:
+        (tmp_path / "penstock/objects/another").write_text("old")
+        monkeypatch.setattr(Path, "is_file", is_file_then_gone)
+        await small.model(made)
+    assert caplog.text == ""
+    assert len(cached(tmp_path)) == 1
+
+
 async def test_a_folder_that_a_dead_process_left_is_removed(
     objects: CountedObjects, folder: Path, tmp_path: Path
 ) -> None:
