@@ -160,6 +160,8 @@ class RemoteCall:
                 connection.wake_when_sent(self._wakeup)
                 await self._wakeup.wait()
             self._send(body)
+            if request.is_stopped and not head.is_stopped:  # while it waited for the network
+                self._on_stop()
             while not (self._has_begun or self._is_over):
                 await self._wakeup.wait()
             self._raise_if_failed()

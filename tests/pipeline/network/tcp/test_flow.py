@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import anyio
 import pytest
 from attrs import evolve
 
-from pipeline import Annotated, AsyncEngine, Context, InvalidArgument, PenstockError, Unknown, WorkerOverloaded
+from pipeline import (
+    Annotated,
+    AsyncEngine,
+    Cancelled,
+    Context,
+    InvalidArgument,
+    PenstockError,
+    Unknown,
+    WorkerOverloaded,
+)
 from pipeline.errors import CodecError, InvalidMessage, MessageTooLarge
 from pipeline.network.tcp import TcpOptions, framing
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
@@ -98,6 +108,29 @@ async def test_callers_wait_for_a_network_that_takes_nothing() -> None:
             (near, _) = world.network.links
             assert near.under_way_bytes + near.handler._out_bytes < 1000 * KILO  # type: ignore[attr-defined]
             world.network.cut()
+
+
+async def test_a_stop_reaches_a_call_that_was_still_waiting_for_the_network() -> None:
+    request = Context[Any]("stalls")
+    async with pair() as world:
+        local = ScriptedEngine(lambda payload: [Stall()] if payload == "stalls" else [len(payload)])
+        _, engine = await world.serve(local)
+        await answer(engine, "")
+        world.network.bytes_per_s = 100 * KILO
+        async with anyio.create_task_group() as tasks:
+            for _ in range(2):  # one is under way, the other waits behind it
+                tasks.start_soon(answer, engine, "a" * 400 * KILO)
+                await anyio.sleep(0.1)
+            with anyio.fail_after(60):
+                tasks.start_soon(_stops_after, request, 0.1)
+                with suppress(Cancelled):
+                    assert await (await engine.generate(request)).collect() == []
+        assert request.is_stopped
+
+
+async def _stops_after(request: Context[Any], delay_s: float) -> None:
+    await anyio.sleep(delay_s)
+    request.stop()
 
 
 async def _raises(engine: AsyncEngine[Any, Any], payload: Any) -> None:
