@@ -151,7 +151,11 @@ class Peer:
                 continue
             if not connection.is_closed:
                 self.existing.add(connection)
-            await connection.settled()
+            try:
+                await connection.settled()
+            except BaseException:  # the plane was closed: nobody else may know of this connection yet
+                connection.abort()
+                raise
             if connection.is_open:
                 attempt.connection = connection
                 return

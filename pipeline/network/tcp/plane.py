@@ -76,9 +76,9 @@ class TcpRequestPlane(RequestPlane):
         """The instances served here, by key."""
         self._incoming: set[Connection] = set()
         self._listeners: list[Listener] = []
-        self._is_closed = False
         self._folder: Path | None = None
         self._transport: dict[str, str] = {}
+        self._is_closed = False
 
     @property
     def transport(self) -> dict[str, str]:
@@ -142,7 +142,7 @@ class TcpRequestPlane(RequestPlane):
 
     def _accept(self) -> ServedConnection:
         connection = ServedConnection(self._shared, self._serve, self._incoming.discard)
-        if self._is_closed:  # it was accepted by the system before
+        if self._is_closed:  # it was on its way when the listener was closed
             connection.abort()
         elif sum(not one.is_open for one in self._incoming) >= _UNPROVED_MAX:
             connection.fail(InvalidMessage("too many connections have not proved yet that they know the token"))

@@ -10,7 +10,7 @@ from attrs import evolve
 
 from pipeline import AsyncEngine, Cancelled, CannotConnect, Context, Disconnected
 from pipeline.network.names import EndpointId, Instance
-from pipeline.network.tcp import Address, framing
+from pipeline.network.tcp import Address, LinkHandler, framing
 from pipeline.testing import OpenStreams, ScriptedEngine, Stall, Wait
 from tests.pipeline.network.tcp.worlds import (
     OPTIONS,
@@ -217,6 +217,41 @@ async def test_a_closed_plane_makes_no_connection() -> None:
             await answer(engine)
 
 
+async def test_a_connection_that_is_made_while_its_plane_closes_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair() as world, anyio.create_task_group() as tasks:
+        _, engine = await world.serve(ScriptedEngine([1]))
+        dial = world.network.dial
+
+        async def dial_and_come_late(address: Address, handler: LinkHandler) -> None:
+            await dial(address, handler)
+            with anyio.CancelScope(shield=True):  # the link is there, and it is not yet the turn of the attempt's task
+                await anyio.sleep(1)
+
+        monkeypatch.setattr(world.network, "dial", dial_and_come_late)
+        tasks.start_soon(_raises_cannot_connect, engine)
+        await anyio.sleep(0.5)
+        await world.caller.close()
+        await anyio.sleep(1)
+        assert world.network.links == []
+
+
+async def _raises_cannot_connect(engine: AsyncEngine[Any, Any]) -> None:
+    with pytest.raises(CannotConnect):
+        await answer(engine)
+
+
+async def test_a_caller_that_arrives_while_the_plane_closes_is_sent_away() -> None:
+    async with pair() as world:
+        address, peer = _worker_address(world), RawPeer()
+        listener = world.network.listeners[address]
+        await world.worker.close()
+        world.network.listeners[address] = listener  # the system accepted the connection before
+        await world.network.dial(address, peer)
+        await settled()
+        assert (peer.has_ended, peer.received_bytes) == (True, b"")
+        assert world.worker._incoming == set()
+
+
 # -- heartbeat
 
 
@@ -357,19 +392,6 @@ async def test_few_may_be_there_without_having_proved_anything() -> None:
         await anyio.sleep(OPTIONS.connect_timeout_s + 0.1)
         assert all(peer.has_ended for peer in peers)
         assert await answer((await world.serve(ScriptedEngine([1])))[1]) == [1]
-
-
-async def test_a_connection_that_arrives_while_its_plane_closes_is_cut_at_once() -> None:
-    async with pair() as world:
-        address = _worker_address(world)
-        listener = world.network.listeners[address]
-        await world.worker.close()
-        world.network.listeners[address] = listener  # the system had accepted it before
-        peer = RawPeer()
-        await world.network.dial(address, peer)
-        await settled()
-        assert peer.has_ended
-        assert peer.received_bytes == b""
 
 
 async def test_faults_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
