@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
 import anyio
-from anyio.abc import ByteStream, SocketAttribute
+from anyio.abc import ByteStream, SocketAttribute, TaskGroup
 from anyio.streams.stapled import MultiListener
 from anyio.streams.tls import TLSStream
 
 from pipeline.loop import Wakeup
 from pipeline.rx import AnyIOScheduler, Disposable, DisposableBase
 
+from ..log_limit import LogLimit
 from .links import Address, Link, LinkHandler, Listener
+
+_log = logging.getLogger(__name__)
 
 _READ_BYTES = 256 * 1024
 _BROKEN = (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream, OSError)
 """What a stream raises once it has ended; under TLS the writer may see its end as well."""
+_ACCEPT_PAUSE_S = 0.1
+"""Seconds after a connection that could not be accepted."""
 
 
 class StreamLink(Link):
@@ -90,13 +96,15 @@ class StreamListener(Listener):
         self._task: DisposableBase = Disposable()
         self._closed = anyio.Event()
 
-    def serve(self, handle: Callable[[ByteStream], Awaitable[None]]) -> None:
+    def serve(self, handle: Callable[[ByteStream], Coroutine[Any, Any, None]]) -> None:
         """Call `handle` with each connection, in a task of the listener."""
 
         async def accept(scope: anyio.CancelScope) -> None:
             try:
                 with scope:
-                    await self._sockets.serve(handle)
+                    async with anyio.create_task_group() as tasks:
+                        for one in self._sockets.listeners:
+                            tasks.start_soon(self._accept_all, one, handle, tasks)
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._sockets.aclose()
@@ -107,6 +115,19 @@ class StreamListener(Listener):
     async def close(self) -> None:
         self._task.dispose()
         await self._closed.wait()
+
+    async def _accept_all(
+        self, one: Any, handle: Callable[[ByteStream], Coroutine[Any, Any, None]], tasks: TaskGroup
+    ) -> None:
+        faults = LogLimit(_log)
+        while True:
+            try:
+                stream = await one.accept()
+            except anyio.BrokenResourceError as error:  # no file descriptor is free, or the caller has left again
+                faults.warning("%s: a connection cannot be accepted: %s", self.address, error.__cause__)
+                await anyio.sleep(_ACCEPT_PAUSE_S)
+            else:
+                tasks.start_soon(handle, stream)
 
 
 async def dial(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import socket
 import ssl
 import stat
 import tempfile
@@ -143,6 +145,27 @@ async def test_a_port_that_is_taken_is_named() -> None:
         port = int(both.worker.transport["tcp"].rpartition(":")[2])
         with pytest.raises(CannotConnect, match=f"cannot listen on 127.0.0.1:{port}"):
             await TcpRequestPlane(scheduler, evolve(TCP, port=port)).open()
+
+
+@pytest.mark.parametrize("anyio_backend", [LOOPS["trio"]], ids=["trio"])
+async def test_without_a_free_file_descriptor_callers_wait(
+    caplog: pytest.LogCaptureFixture, anyio_backend: tuple[str, dict[str, Any]]
+) -> None:
+    """On asyncio it is the loop that waits."""
+    async with planes(TCP) as both:
+        _, engine = await both.serve(ScriptedEngine([1]))
+        port = int(both.worker.transport["tcp"].rpartition(":")[2])
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with socket.socket() as caller:
+            caller.setblocking(False)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+            try:
+                caller.connect_ex(("127.0.0.1", port))
+                await eventually(lambda: "cannot be accepted" in caplog.text)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            assert "Too many open files" in caplog.text
+            assert await answer(engine) == [1]
 
 
 async def test_what_is_announced_may_be_another_name() -> None:
