@@ -74,11 +74,12 @@ class FileStore(Store):
             raise InvalidArgument(f"must be at least {_TTL_MIN_S:g} s, got {ttl_s}", field="ttl_s")
         self._scheduler, self._ttl_s = scheduler, ttl_s
         self._folder = Folder(Path(folder), now_ns)
-        self._index = RecordIndex(self._folder, round(ttl_s * S_NS), rng or Random())
+        self._index = RecordIndex(self._folder, round(ttl_s * S_NS))
+        self._rng = rng or Random()
         self._calls = FolderCalls(self._folder.path)
         self._own: dict[str, Put] = {}
         self._dropping: dict[str, Put] = {}
-        """Keys that are no longer held and could not be removed yet."""
+        """Keys that are not held and may still be in the folder: a removal failed, or a write was not waited for."""
         self._known: dict[str, Put] = {}
         """What the watches have been given, while there are any."""
         self._version = -1
@@ -102,10 +103,13 @@ class FileStore(Store):
         self._renewing = self._scheduler.spawn(self._renew)
 
     async def create(self, key: str, value: bytes) -> Written:
-        return self._owned(await self._write(lambda: self._index.create(key, value)), key, value)
+        # A key created anew must not have the revision it had before: a writer that knows that one knows another value.
+        put = Put(key, value, self._rng.getrandbits(48))
+        return await self._write(put, lambda: self._index.create(put))
 
     async def replace(self, key: str, value: bytes, revision: int) -> Written:
-        return self._owned(await self._write(lambda: self._index.replace(key, value, revision)), key, value)
+        put = Put(key, value, revision + 1)
+        return await self._write(put, lambda: self._index.replace(put, revision))
 
     async def delete(self, key: str) -> None:
         put = self._own.pop(key, None)
@@ -188,15 +192,32 @@ class FileStore(Store):
 
     async def _dropped(self) -> None:
         """Remove what is no longer held. Raise Unavailable if that fails."""
-        for key, put in list(self._dropping.items()):
-            if key not in self._own and not self._is_closed:
-                await self._run(partial(self._index.drop, put))
-            if self._dropping.get(key) is put:  # not one that was given up meanwhile
-                del self._dropping[key]
+        for key in list(self._dropping):
+            await self._dropped_one(key)
 
-    async def _write(self, work: Callable[[], Written]) -> Written:
+    async def _dropped_one(self, key: str) -> None:
+        if (put := self._dropping.get(key)) is None:
+            return
+        if key not in self._own and not self._is_closed:
+            await self._run(partial(self._index.drop, put))
+        if self._dropping.get(key) is put:  # not one that was given up meanwhile
+            del self._dropping[key]
+
+    async def _write(self, put: Put, work: Callable[[], Written]) -> Written:
         if self._is_closed:
             raise Unavailable(f"the store in {self._folder.path} is closed here: nothing would renew a key")
+        await self._dropped_one(put.key)
+        try:
+            written = await self._written(work)
+        except (Unavailable, anyio.get_cancelled_exc_class()):
+            if put.key not in self._own:  # the thread may write it all the same, and nobody would ever remove it
+                self._dropping[put.key] = put
+            raise
+        if written.outcome == "created":
+            self._own[put.key] = put
+        return written
+
+    async def _written(self, work: Callable[[], Written]) -> Written:
         try:
             return await self._run(work)
         except LeaseLapsed:  # the process stood still
@@ -205,11 +226,6 @@ class FileStore(Store):
             return await self._run(work)
         except LeaseLapsed as error:
             raise Unavailable(f"the lease in {self._folder.path} runs out faster than it is renewed") from error
-
-    def _owned(self, written: Written, key: str, value: bytes) -> Written:
-        if written.outcome == "created":
-            self._own[key] = Put(key, value, written.revision)
-        return written
 
     def _show(self, view: View) -> None:
         """Give the watches the difference. A view that comes after a later one is out of date."""
@@ -271,8 +287,12 @@ class FileStore(Store):
                 await anyio.sleep(pause_s)
 
     async def _renewed(self) -> None:
-        own = dict(self._own)
-        for key, found in (await self._run(lambda: self._index.renew(own))).items():
+        def renewed() -> tuple[dict[str, Put], dict[str, Put | None]]:
+            own = dict(self._own)  # not before: the call may have waited for the lock, and keys were deleted meanwhile
+            return own, self._index.renew(own)
+
+        own, changed = await self._run(renewed)
+        for key, found in changed.items():
             if self._own.get(key) != own[key]:
                 continue  # written meanwhile
             if found is None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from random import Random
 from stat import S_ISREG
 from typing import TypeAlias
 
@@ -76,8 +75,8 @@ class RecordIndex:
     then no key that is known is given up for another `ttl_ns`.
     """
 
-    def __init__(self, folder: Folder, ttl_ns: int, rng: Random) -> None:
-        self._folder, self._ttl_ns, self._rng = folder, ttl_ns, rng
+    def __init__(self, folder: Folder, ttl_ns: int) -> None:
+        self._folder, self._ttl_ns = folder, ttl_ns
         self._leases = Leases(folder, ttl_ns)
         self._files: dict[str, _File] = {}
         self._valid: set[str] = set()
@@ -159,10 +158,9 @@ class RecordIndex:
         found = self._read_live(file_name(key))
         return None if found is None else found.put
 
-    def create(self, key: str, value: bytes) -> Written:
-        # A key created anew must not have the revision it had before: a writer that knows that one knows another value.
-        put = Put(key, value, self._rng.getrandbits(48))
-        name, content = file_name(key), encode_stored(Stored(put, self._folder.owner))
+    def create(self, put: Put) -> Written:
+        """Write the key unless one lives."""
+        name, content = file_name(put.key), encode_stored(Stored(put, self._folder.owner))
         self._hold_lease()
         if not self._folder.put_new(self._folder.records / name, content):
             with self._folder.locked():
@@ -171,9 +169,9 @@ class RecordIndex:
                 self._folder.put(self._folder.records / name, content)
         return self._wrote(name, put)
 
-    def replace(self, key: str, value: bytes, revision: int) -> Written:
-        put = Put(key, value, revision + 1)
-        name, content = file_name(key), encode_stored(Stored(put, self._folder.owner))
+    def replace(self, put: Put, revision: int) -> Written:
+        """Write the key if it lives with that revision."""
+        name, content = file_name(put.key), encode_stored(Stored(put, self._folder.owner))
         self._hold_lease()
         with self._folder.locked():
             if (found := self._read_live(name)) is None:

@@ -18,7 +18,7 @@ from pipeline import Unavailable
 from pipeline.errors import CannotConnect
 from pipeline.loop import time_held
 from pipeline.network.discovery import Gone, Put
-from pipeline.network.files import folder_calls
+from pipeline.network.files import FileStore, folder_calls
 from pipeline.network.files.folder import Folder
 from pipeline.network.files.leases import Leases
 from tests.pipeline.network.files.worlds import Deployment, keys_of
@@ -405,6 +405,69 @@ async def test_a_replacement_whose_result_was_not_waited_for_keeps_the_lease(dep
             await worker.get("a/k")
         await anyio.sleep(5 * TTL_S)
         assert await front_end.entries() == {"a/k": b"2"}
+
+
+async def test_a_key_whose_creation_was_not_waited_for_is_removed(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody holds it, and it would live as long as its process."""
+    async with deployment.store() as worker, deployment.store() as front_end:
+        for _ in range(2):
+            await _created_unheard(worker, "a/k", monkeypatch)
+            with time_held():  # until the thread has ended, which no task waits for
+                assert await worker.get("a/k") is not None
+            await anyio.sleep(TTL_S)
+            assert await front_end.entries() == {}
+        assert (await worker.create("a/k", b"2")).outcome == "created"
+        await anyio.sleep(3 * TTL_S)
+        assert await front_end.entries() == {"a/k": b"2"}
+
+
+async def test_a_creation_that_was_not_waited_for_is_none_for_the_next_one(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with deployment.store() as worker:
+        await _created_unheard(worker, "a/k", monkeypatch)
+        assert (await worker.create("a/k", b"2")).outcome == "created"
+        await anyio.sleep(3 * TTL_S)
+        assert await worker.entries() == {"a/k": b"2"}
+
+
+async def _created_unheard(store: FileStore, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Create the key in a call that is cancelled when the file is there, before its thread has ended."""
+    put_new, is_there, goes_on = Folder.put_new, Event(), Event()
+
+    def put_slowly(folder: Folder, path: Path, content: bytes) -> bool:
+        result = put_new(folder, path, content)
+        is_there.set()
+        goes_on.wait(10)
+        return result
+
+    with monkeypatch.context() as slow, anyio.CancelScope() as scope:
+        slow.setattr(Folder, "put_new", put_slowly)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(store.create, key, b"1")
+            while not is_there.is_set():
+                await checkpoint()
+            scope.cancel()
+    goes_on.set()
+
+
+async def test_a_key_deleted_while_a_renewal_waits_for_the_lock_stays_deleted(deployment: Deployment) -> None:
+    async with deployment.store() as worker, deployment.store() as front_end:
+        await worker.create("a/k", b"1")
+        await worker.create("a/other", b"2")
+        record_watch(front_end)
+        deployment.stop(worker)
+        await anyio.sleep(2 * TTL_S)
+        assert not list(deployment.records.glob("[!.]*"))
+        with (deployment.path / "lock").open("rb") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            deployment.go_on(worker)
+            await anyio.sleep(1)
+            await worker.delete("a/k")
+        await anyio.sleep(1)
+        assert await front_end.entries() == {"a/other": b"2"}
 
 
 async def test_a_closed_store_writes_nothing(deployment: Deployment) -> None:
