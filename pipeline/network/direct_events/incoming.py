@@ -7,6 +7,7 @@ records of a channel ──► a stream to each process ──► events, in ord
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from random import Random
 from typing import Any, TypeVar
@@ -144,15 +145,17 @@ class SubscribedChannels:
         delay_s, level = self._limits.first_delay_s, logging.INFO
         with scope:
             while True:
-                ending = "it ended"
+                ending, begun_s = "it ended", math.inf
                 try:
                     engine = self._requests.engine(server, EventBatch)
                     async with await engine.generate(Context(ChannelRequest(*channel))) as stream:
+                        begun_s = anyio.current_time()
                         async for batch in stream:
-                            delay_s, level = self._limits.first_delay_s, logging.INFO
                             take(batch)
                 except Exception as error:
                     ending = str(error)
+                if anyio.current_time() - begun_s >= self._limits.longest_delay_s:  # not one that breaks each time
+                    delay_s, level = self._limits.first_delay_s, logging.INFO
                 await anyio.sleep(delay_s * self._rng.uniform(0.5, 1.0))
                 _log.log(level, "opening the stream of %s from %s again: %s", channel[1], server, ending)
                 level = logging.DEBUG

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from itertools import pairwise
 from threading import Thread
 from typing import Any
@@ -568,6 +569,30 @@ async def test_a_malformed_batch_breaks_its_own_stream_only(batch: Any) -> None:
         await anyio.sleep(1)
         assert blocks(received) == [1]
         assert there.events.incoming.streams == 2
+
+
+async def test_a_process_whose_streams_break_at_once_is_asked_ever_later(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "pipeline.network.direct_events")
+    async with processes(2) as (_, (here, there)):
+        await Strange([EventBatch([PublisherState(7, 0)]), 5]).serve(here)
+        record(there)
+        await anyio.sleep(100)
+        attempts = [one.levelno for one in caplog.records if "opening the stream" in one.getMessage()]
+        assert 20 <= len(attempts) <= 50
+        assert attempts.count(logging.INFO) == 1
+
+
+async def test_a_stream_that_was_there_for_long_is_opened_again_soon() -> None:
+    async with processes(2) as (made, (here, there)):
+        kept = here.events.publisher(HERE, TOPIC)
+        received = record(there)
+        for number in range(10):
+            await anyio.sleep(6)
+            made.faults.break_streams()
+            await anyio.sleep(0.2)
+            kept.publish(Load(number))
+        await anyio.sleep(1)
+        assert (blocks(received), losses(received)) == (list(range(10)), [])
 
 
 @pytest.mark.parametrize("value", [b"\xff", b"{}", b"[]", b'{"scope": 1}'])
