@@ -192,11 +192,10 @@ class RemoteCall:
             raise Cancelled("killed before there was an answer")
         if self._has_begun:
             return
-        if self._error is None:
-            raise Disconnected(f"{self._instance} ended a call without an answer")
-        if self._request.is_stopped and isinstance(self._error, Disconnected):
-            raise Cancelled("stopped before there was an answer", cause=self._error)
-        raise self._error
+        error = self._error or Disconnected(f"{self._instance} ended a call without an answer")
+        if self._request.is_stopped and isinstance(error, Disconnected):
+            raise Cancelled("stopped before there was an answer", cause=error)
+        raise error
 
     def _on_stop(self) -> None:
         if self._stream and not (self._is_over or self._request.is_killed):

@@ -346,7 +346,8 @@ async def test_closers_do_not_miss_each_other(served: Serve, open_streams: OpenS
 # -- what is counted
 
 
-async def test_the_calls_of_an_instance_are_counted(world: WorldKind, open_streams: OpenStreams) -> None:
+@pytest.mark.parametrize("how", ["stop", "kill"])
+async def test_the_calls_of_an_instance_are_counted(world: WorldKind, how: str, open_streams: OpenStreams) -> None:
     reader = InMemoryMetricReader()
     meter = MeterProvider([reader], shutdown_on_exit=False).get_meter("test")
 
@@ -362,7 +363,7 @@ async def test_the_calls_of_an_instance_are_counted(world: WorldKind, open_strea
         stopped = Context("good")
         stream = await called.generate(stopped)
         await stream.__anext__()
-        stopped.stop()
+        getattr(stopped, how)()
         await stream.collect()
         with watch_streams(), warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)

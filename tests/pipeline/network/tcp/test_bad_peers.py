@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import CannotConnect, Context, Disconnected, PenstockError
-from pipeline.network.tcp import Address, framing, service
+from pipeline.network.tcp import Address, TcpOptions, framing, service
 from pipeline.testing import OpenStreams, ScriptedEngine, Stall
 from pipeline.wire import to_msgpack
 from tests.pipeline.network.tcp.worlds import (
@@ -155,6 +155,19 @@ async def test_a_call_behind_a_fault_is_not_served(open_streams: OpenStreams) ->
     assert (serving.running, world.worker.open_calls) == (0, 0)
 
 
+async def test_a_caller_with_a_fault_that_reads_nothing_does_not_stay() -> None:
+    async with pair() as world:
+        peer = await raw_caller(world)
+        (_, far) = world.network.links
+        far.is_frozen = True
+        peer.send(frame(framing.CALL, 0))
+        await anyio.sleep(OPTIONS.close_timeout_s + 0.1)
+        assert world.worker._incoming == set()
+        assert peer.link is not None
+        peer.link.abort()
+        await settled()
+
+
 BEGUN = frame(framing.BEGUN, 1)
 
 
@@ -177,6 +190,15 @@ async def test_a_fault_of_a_worker_is_a_disconnect_with_its_cause(sent: list[byt
         await read_from(sent)
 
 
+async def test_a_worker_that_sends_more_bytes_than_the_window_has_is_disconnected() -> None:
+    """Within the items of the window, and in frames that are not too long."""
+    small = evolve(OPTIONS, window_bytes=1000, message_limit_bytes=1000)
+    many = [frame(framing.ITEMS, 1, ["a" * 30_000])] * 3
+    assert await read_from([BEGUN, *many[:2], frame(framing.END, 1)], small) == ["a" * 30_000] * 2
+    with pytest.raises(Disconnected, match="outside of their stream's window"):
+        await read_from([BEGUN, *many], small)
+
+
 @pytest.mark.parametrize(
     ("sent", "text"),
     [
@@ -192,7 +214,7 @@ async def test_a_missing_end_and_items_that_cannot_be_read_are_errors(sent: list
         await read_from(sent)
 
 
-async def read_from(sent: list[bytes]) -> list[Any]:
+async def read_from(sent: list[bytes], options: TcpOptions = OPTIONS) -> list[Any]:
     """Return the answer of a worker that sends these frames to the call, then ends the connection."""
     peer = RawPeer()
 
@@ -205,7 +227,7 @@ async def read_from(sent: list[bytes]) -> list[Any]:
 
     items: list[Any] = []
     errors: list[PenstockError] = []
-    async with pair() as world, raw_worker(world, lambda: peer) as engine, anyio.create_task_group() as tasks:
+    async with pair(options) as world, raw_worker(world, lambda: peer) as engine, anyio.create_task_group() as tasks:
         tasks.start_soon(answers)
         try:
             items = await (await engine.generate(Context(None))).collect()

@@ -108,6 +108,26 @@ async def test_a_connection_lost_before_there_is_a_stream_is_a_disconnect() -> N
             world.network.cut()
 
 
+@pytest.mark.parametrize("is_cut", [False, True], ids=["lost", "cut"])
+async def test_a_request_stopped_before_its_worker_is_gone_is_cancelled(is_cut: bool) -> None:
+    async with pair() as world, anyio.create_task_group() as tasks:
+        serving, engine = await world.serve(Slow())
+        request = Context[Any](None)
+
+        async def call() -> None:
+            with pytest.raises(Cancelled):
+                await engine.generate(request)
+
+        tasks.start_soon(call)
+        await anyio.sleep(1)
+        request.stop()
+        await anyio.sleep(1)
+        if is_cut:
+            serving.cut()
+        else:
+            world.network.cut()
+
+
 class Slow(ScriptedEngine):
     """Takes its time before there is a stream."""
 
@@ -135,6 +155,17 @@ async def test_a_process_that_is_gone_cannot_be_connected_and_is_not_tried_at_ea
         with pytest.raises(CannotConnect):
             await answer(engine)
         assert world.network.dialled == 2
+
+
+async def test_attempts_to_reach_a_process_that_is_gone_become_rarer() -> None:
+    async with pair() as world:
+        _, engine = await world.serve(ScriptedEngine([1]))
+        await world.worker.close()
+        for _ in range(300):
+            with pytest.raises(CannotConnect):
+                await answer(engine)
+            await anyio.sleep(0.01)
+        assert 7 <= world.network.dialled <= 10
 
 
 async def test_a_process_that_is_back_is_connected_after_the_backoff() -> None:
@@ -278,6 +309,13 @@ async def test_a_silent_connection_that_answers_is_kept() -> None:
         assert world.network.dialled == 1
 
 
+async def test_a_side_that_says_it_will_be_silent_for_longer_is_kept() -> None:
+    async with pair(evolve(OPTIONS, heartbeat_s=50, lost_after_s=200), OPTIONS) as world:
+        _, engine = await world.serve(ScriptedEngine([Wait(1000), 1]))
+        assert await answer(engine) == [1]
+        assert world.network.dialled == 1
+
+
 async def test_a_slow_transfer_is_no_silence() -> None:
     async with pair() as world:
         world.network.bytes_per_s = 1000
@@ -380,6 +418,16 @@ async def test_a_side_that_proves_nothing_in_time_is_disconnected() -> None:
         await anyio.sleep(OPTIONS.connect_timeout_s + 0.1)
         assert silent.has_ended
         assert talks.has_ended
+
+
+async def test_a_long_frame_is_not_taken_from_a_side_that_has_proved_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with pair() as world:
+        peer = RawPeer()
+        await world.network.dial(_worker_address(world), peer)
+        peer.send(hello(more="a" * 1024)[:100])
+        await settled()
+        assert peer.has_ended
+        assert "MessageTooLarge" in caplog.text
 
 
 async def test_few_may_be_there_without_having_proved_anything() -> None:

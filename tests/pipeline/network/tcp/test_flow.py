@@ -160,6 +160,21 @@ async def test_a_call_that_waits_for_credit_ends_at_once(how: str, open_streams:
         await stream.aclose()
 
 
+@pytest.mark.parametrize("kind", [framing.KILL, framing.CLOSE])
+async def test_what_waits_for_the_network_is_not_sent_after_a_kill(kind: int, open_streams: OpenStreams) -> None:
+    async with pair() as world:
+        await world.serve(ScriptedEngine(["a" * 100 * KILO, Wait(0.5), "b", "c", Stall()]))
+        peer = await raw_caller(world, window_bytes=10**6, message_limit_bytes=10**6)
+        world.network.bytes_per_s = 10 * KILO
+        peer.send(frame(framing.CALL, 1, {"instance": "ns/comp/ep/1", "id": "r", "payload": None}))
+        await anyio.sleep(1)
+        peer.send(frame(kind, 1))
+        await anyio.sleep(20)
+        assert peer.kinds().count(framing.ITEMS) == 1
+        assert peer.link is not None
+        peer.link.abort()
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 7, None])
 async def test_any_pieces_and_delays_of_a_network_bring_the_same_items(chunk_bytes: int | None) -> None:
     async with pair(evolve(OPTIONS, window_items=5)) as world:
