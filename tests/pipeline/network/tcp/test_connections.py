@@ -232,6 +232,17 @@ async def test_an_instance_without_an_address_cannot_be_connected(transport: dic
             await answer(world.caller.engine(instance, kind))
 
 
+async def test_processes_that_are_gone_are_forgotten() -> None:
+    kind: Any = Any
+    async with pair() as world:
+        for port in range(1, 50):
+            instance = evolve(Instance.of(EndpointId.parse(WHERE), port), transport={"tcp": f"gone:{port}"})
+            with pytest.raises(CannotConnect, match="nothing listens"):
+                await answer(world.caller.engine(instance, kind))
+            await anyio.sleep(0.1)
+        assert len(world.caller._outgoing._peers) < 5
+
+
 async def test_an_instance_that_is_not_served_there_cannot_be_connected() -> None:
     kind: Any = Any
     async with pair() as world:

@@ -19,9 +19,10 @@ from attrs import evolve, frozen
 
 from pipeline import AsyncEngine, CannotConnect, Context, Disconnected, InvalidArgument
 from pipeline.network.names import EndpointId, Instance
-from pipeline.network.tcp import TcpOptions, TcpRequestPlane
+from pipeline.network.tcp import TcpOptions, TcpRequestPlane, framing
 from pipeline.rx import AnyIOScheduler
-from pipeline.testing import ScriptedEngine, Stall, check_engine
+from pipeline.testing import OpenStreams, ScriptedEngine, Stall, check_engine
+from tests.pipeline.network.tcp.worlds import RawPeer, frame, hello, proof
 from tests.pipeline.network.worlds import WHERE, eventually
 
 LOOPS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -255,6 +256,26 @@ async def test_a_file_that_cannot_be_used_is_named(wrong: str, content: bytes | 
         with pytest.raises(InvalidArgument, match=r"wrong\.pem") as caught:
             TcpRequestPlane(scheduler, evolve(tls(made), **changed))
     assert caught.value.field in (wrong, "tls_key_path")
+
+
+async def test_a_caller_that_reads_nothing_stops_the_engine(open_streams: OpenStreams) -> None:
+    local = ScriptedEngine(["a" * 10_000] * 10_000)
+    async with planes(TCP) as both:
+        await both.serve(local)
+        peer = RawPeer()
+        host, _, port = both.worker.transport["tcp"].rpartition(":")
+        async with await anyio.connect_tcp(host, int(port)) as caller:
+            peer.received(await caller.receive())
+            await caller.send(hello(window_items=10**6, window_bytes=10**9, message_limit_bytes=10**6))
+            await caller.send(proof(peer))
+            await caller.send(frame(framing.CALL, 1, {"instance": "ns/comp/ep/1", "id": "r", "payload": None}))
+            await eventually(lambda: local.delivered > 100)
+            before = -1
+            while before < local.delivered:
+                before = local.delivered
+                await anyio.sleep(0.2)
+            assert before < 5_000, "what two sockets and their buffers take is a few megabytes"
+        await eventually(lambda: local.open == 0)
 
 
 async def test_many_streams_at_once_over_one_socket() -> None:
