@@ -17,6 +17,7 @@ from .sse import DONE as DONE
 from .sse import SSEDecoder, SSEMessage, encode
 from .token_items import item_to_msgpack as item_to_msgpack
 from .token_items import items_reader as items_reader
+from .token_items import ready_reader as ready_reader
 
 __all__ = [
     "SSEDecoder",

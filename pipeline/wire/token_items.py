@@ -3,10 +3,13 @@
 It is an `Annotated[LLMEngineOutput]` of token ids and perhaps the index of its choice, and nothing else. All of it but
 these two are the same bytes each time. Any other item is left to the general codec. The bytes before, between and
 behind come from that codec, so a change of the record changes both.
+
+Such items that wait for a slow reader can be read as one item with the tokens of all: see `ready_reader`.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Annotated as Marked
 from typing import Any
@@ -74,6 +77,15 @@ def item_to_msgpack(item: Any) -> bytes:
     return to_msgpack(item)
 
 
+_END_BYTES = _TAIL_BYTES + 1
+_INDEXES = {end: index for index, end in _ENDS.items()}
+_JOINED_BYTES = 32 * 1024
+"""Bytes of several frames whose tokens become one item."""
+
+Ready = tuple[list[Any], int, int]
+"""Items, how many they were when they came, and the bytes that they came in."""
+
+
 def items_reader(kind: Any) -> Callable[[bytes], list[Any]]:
     """Return the function that reads a MessagePack list of items of this type. It raises InvalidArgument."""
     if kind is Any:
@@ -97,18 +109,75 @@ def items_reader(kind: Any) -> Callable[[bytes], list[Any]]:
                 if index != _NIL:
                     chunk.index = index
                 return [Annotated(chunk)]
-        items = _usual_items(body)
-        return read(body) if items is None else items
+        found = _usual_items(body, 1)
+        return read(body) if found is None else found[0]
 
     return read_tokens
 
 
-def _usual_items(body: bytes) -> list[Any] | None:
-    """Return the items of a list of up to 65,535, or None if one of them is another one than the usual.
+def ready_reader(kind: Any, join_max: int) -> Callable[[deque[bytes]], Ready]:
+    """Return the function that removes the first of the lists that wait, and returns its items, as `items_reader`.
 
-    Bytes that are cut into head, list of ids, tail and index without a rest can be read in no other way.
+    Of usual items, and of lists with one usual item each, it takes those that follow each other in one choice and
+    returns one item with their tokens, `join_max` at the most; one item with more stays as it is.
+    """
+    read = items_reader(kind)
+
+    def read_first(bodies: deque[bytes]) -> Ready:
+        body = bodies.popleft()
+        items = read(body)
+        return items, len(items), len(body)
+
+    if kind != Annotated[LLMEngineOutput] or join_max == 1:
+        return read_first
+
+    def read_joined(bodies: deque[bytes]) -> Ready:
+        if len(bodies) > 1 and (joined := _joined(bodies, join_max)) is not None:
+            return joined
+        body = bodies[0]
+        if not body.startswith(_ONE_ITEM) and (found := _usual_items(body, join_max)) is not None:
+            bodies.popleft()
+            return *found, len(body)
+        return read_first(bodies)
+
+    return read_joined
+
+
+def _joined(bodies: deque[bytes], join_max: int) -> Ready | None:
+    """Remove the first lists that have one usual item of the same choice. None if the first is no such list."""
+    end = bodies[0][-_END_BYTES:]
+    if end not in _INDEXES:
+        return None
+    token_ids: list[int] = []
+    count = size_bytes = 0
+    while bodies:
+        body = bodies[0]
+        if not (body.startswith(_ONE_ITEM) and body.endswith(end)):
+            break
+        try:
+            more = _decode_ids(body[_ONE_ITEM_BYTES:-_END_BYTES])
+        except ValueError:  # a DecodeError is one
+            break
+        if count and (len(token_ids) + len(more) > join_max or size_bytes + len(body) > _JOINED_BYTES):
+            break
+        token_ids += more
+        count += 1
+        size_bytes += len(body)
+        bodies.popleft()
+    if not count:
+        return None
+    return [Annotated(LLMEngineOutput(token_ids, index=_INDEXES[end]))], count, size_bytes
+
+
+def _usual_items(body: bytes, join_max: int) -> tuple[list[Any], int] | None:
+    """Return the items of a list of up to 65,535, joined up to so many tokens, and their number before that.
+
+    None if one of them is another one than the usual. Bytes that are cut into head, list of ids, tail and index without
+    a rest can be read in no other way.
     """
     items: list[Any] = []
+    last: LLMEngineOutput | None = None
+    found = 0
     try:
         count, at, end = body[0] ^ _SHORT_LIST, 1, len(body)
         if count == _LIST_16 ^ _SHORT_LIST:
@@ -116,14 +185,16 @@ def _usual_items(body: bytes) -> list[Any] | None:
         while at < end and body.startswith(_HEAD, at):
             ids_at = at + _HEAD_BYTES
             tail_at = body.index(_TAIL, ids_at)
-            at = tail_at + _TAIL_BYTES + 1
-            index = body[at - 1]
-            if index <= _INDEX_MAX:
-                items.append(Annotated(LLMEngineOutput(_decode_ids(body[ids_at:tail_at]), index=index)))
-            elif index == _NIL:
-                items.append(Annotated(LLMEngineOutput(_decode_ids(body[ids_at:tail_at]))))
+            at = tail_at + _END_BYTES
+            index = _INDEXES[body[tail_at:at]]
+            token_ids = _decode_ids(body[ids_at:tail_at])
+            found += 1
+            joins = join_max > 1 and last is not None and last.index == index
+            if joins and last is not None and len(last.token_ids) + len(token_ids) <= join_max:
+                last.token_ids += token_ids
             else:
-                return None
-    except (IndexError, ValueError):  # a DecodeError is one
+                last = LLMEngineOutput(token_ids, index=index)
+                items.append(Annotated(last))
+    except (LookupError, ValueError):  # a DecodeError is one
         return None
-    return items if at == end and len(items) == count else None
+    return (items, count) if at == end and found == count else None

@@ -5,6 +5,7 @@
     stop, kill, close ──► STOP, KILL, CLOSE
 
 Items are decoded when they are read, so what waits for a slow reader stays bytes, within the window of its stream.
+Tokens that wait together are read as one item.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from .framing import Handler
 from .messages import CallHead, read
 from .shared import Shared
 
-Decode = Callable[[bytes], list[Any]]
-"""Returns the items of a frame."""
+Decode = Callable[[deque[bytes]], tuple[list[Any], int, int]]
+"""Removes the first of the frames that wait, or several. Returns items, how many the frames had, and their bytes."""
 
 _STREAMS_MAX = 2**31
 """Calls over one connection; then another is made."""
@@ -257,17 +258,16 @@ class RemoteCall:
         try:
             while True:
                 while bodies:
-                    body = bodies.popleft()
                     try:
-                        items = decode(body)
+                        items, count, size_bytes = decode(bodies)
                     except Exception as error:  # a record's own check may raise anything
                         raise self._unreadable(error) from error
                     for item in items:
                         yield item
                         if control.state is State.KILLED:
                             return
-                    self._read_items += len(items)
-                    self._read_bytes += len(body)
+                    self._read_items += count
+                    self._read_bytes += size_bytes
                     if self._read_items >= self._grant_items or self._read_bytes >= self._grant_bytes:
                         self._give_credit()
                 if self._is_over:

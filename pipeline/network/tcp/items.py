@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, ForwardRef, TypeVar
 
 from pipeline import AsyncEngine, InvalidArgument
-from pipeline.wire import is_readable, items_reader
+from pipeline.wire import is_readable, ready_reader
 
 from ...signatures import Signature, type_text
 
@@ -16,9 +17,12 @@ def payload_type(engine: AsyncEngine[Any, Any]) -> Any:
     return _checked(Signature.of(engine, AsyncEngine).takes)
 
 
-def item_reader(item_type: Any) -> Callable[[bytes], list[Any]]:
-    """Return the function that reads a frame's items as this type. Raise InvalidArgument if bytes cannot be."""
-    return items_reader(_checked(item_type))
+def item_reader(item_type: Any, join_max: int) -> Callable[[deque[bytes]], tuple[list[Any], int, int]]:
+    """Return the function that takes the frames that wait and reads items of this type: see `pipeline.wire`.
+
+    Raise InvalidArgument if bytes cannot be read as the type.
+    """
+    return ready_reader(_checked(item_type), join_max)
 
 
 def _checked(kind: Any) -> Any:

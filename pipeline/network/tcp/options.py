@@ -45,6 +45,8 @@ class TcpOptions:
     """Items of a stream that may be under way to its reader, unread."""
     window_bytes: int = MIB
     """Bytes of such items; one item may exceed it."""
+    join_max_tokens: int = 64
+    """Tokens of one choice that wait for a slow reader and become one item, at most; 1: each item stays as it came."""
     calls_max: int = 16_384
     """Calls that one connection may have open; more are refused with WorkerOverloaded."""
     close_timeout_s: float = 1.0
@@ -60,7 +62,7 @@ class TcpOptions:
             raise InvalidArgument("a certificate and its key are given together", field="tls_key_path")
         if self.tls_ca_path is not None and self.tls_cert_path is None:
             raise InvalidArgument("with authorities this process needs a certificate, too", field="tls_cert_path")
-        for name in ("window_items", "window_bytes", "calls_max", "message_limit_bytes"):
+        for name in ("window_items", "window_bytes", "join_max_tokens", "calls_max", "message_limit_bytes"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"must be at least 1, got {getattr(self, name)}", field=name)
         for name in ("connect_timeout_s", "heartbeat_s"):

@@ -126,7 +126,7 @@ class TcpRequestPlane(RequestPlane):
         return reachable, serving
 
     def engine(self, instance: Instance, item_type: type[Out]) -> AsyncEngine[Any, Out]:
-        return _RemoteEngine(self._outgoing, instance, item_reader(item_type))
+        return _RemoteEngine(self._outgoing, instance, item_reader(item_type, self.options.join_max_tokens))
 
     async def close(self) -> None:
         self._is_closed = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from pipeline import Annotated, Disconnected
 from pipeline.errors import CodecError, InvalidArgument
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput
-from pipeline.wire import from_msgpack, item_to_msgpack, items_reader, to_msgpack, token_items
+from pipeline.wire import from_msgpack, item_to_msgpack, items_reader, ready_reader, to_msgpack, token_items
 
 KIND: Any = Annotated[LLMEngineOutput]
 
@@ -109,3 +110,88 @@ def test_any_bytes_are_items_or_an_invalid_argument(body: bytes) -> None:
     for kind in (KIND, Any, int):
         with suppress(InvalidArgument):
             assert isinstance(items_reader(kind)(body), list)
+
+
+# -- items that wait together
+
+
+frames = st.lists(st.lists(items, min_size=1, max_size=3), max_size=12)
+
+
+def _bodies(given_frames: list[list[Any]]) -> deque[bytes]:
+    return deque(to_msgpack([*map(_plain, frame)]) for frame in given_frames)
+
+
+def _read_all(bodies: deque[bytes], join_max: int) -> list[Any]:
+    """Return all items that wait; each call takes at least one frame, and counts what it takes."""
+    read, found = ready_reader(KIND, join_max), list[Any]()
+    while bodies:
+        before, before_bytes = list(bodies), sum(map(len, bodies))
+        more, count, size_bytes = read(bodies)
+        taken = before[: len(before) - len(bodies)]
+        assert taken
+        assert size_bytes == before_bytes - sum(map(len, bodies))
+        assert count == sum(len(items_reader(KIND)(body)) for body in taken)
+        found += more
+    return found
+
+
+def _flat(read_items: list[Any]) -> list[Any]:
+    """Return each token of usual items by itself, and the other items as bytes."""
+    flat: list[Any] = []
+    for item in read_items:
+        output = item.data
+        if output is None or item != Annotated(LLMEngineOutput(output.token_ids, index=output.index)):
+            flat.append(to_msgpack(item))
+        else:
+            flat += [(output.index, token_id) for token_id in output.token_ids]
+    return flat
+
+
+@pytest.mark.parametrize("join_max", [1, 7, 64])
+@given(frames)
+def test_items_that_wait_have_the_same_tokens_in_the_same_order_when_joined(
+    join_max: int, given_frames: list[list[Any]]
+) -> None:
+    apart = [item for frame in given_frames for item in frame]
+    joined = _read_all(_bodies(given_frames), join_max)
+    assert _flat(joined) == _flat(apart)
+    longest = max((len(item.data.token_ids) for item in apart if item.data is not None), default=0)
+    assert all(len(item.data.token_ids) <= max(join_max, longest) for item in joined if item.data is not None)
+    if join_max == 1:
+        assert [*map(to_msgpack, joined)] == [*map(to_msgpack, apart)]
+
+
+@given(st.integers(2, 100), st.integers(1, 200))
+def test_as_many_tokens_as_may_be_are_one_item(join_max: int, tokens: int) -> None:
+    bodies = _bodies([[Annotated(LLMEngineOutput([n]))] for n in range(tokens)])
+    sizes = [len(item.data.token_ids) for item in _read_all(bodies, join_max)]
+    assert sizes == [join_max] * (tokens // join_max) + [tokens % join_max] * (tokens % join_max > 0)
+
+
+def test_the_bytes_of_joined_frames_are_bounded() -> None:
+    ids = [2**32 - 1] * 1000
+    bodies = _bodies([[Annotated(LLMEngineOutput(ids))]] * 20)
+    sizes = [len(item.data.token_ids) for item in _read_all(bodies, 10**6)]
+    assert sum(sizes) == 20_000
+    assert max(sizes) == 6000
+
+
+@given(st.lists(usual, min_size=1, max_size=4), st.data())
+def test_a_frame_that_cannot_be_read_comes_after_those_before_it(given_items: list[Any], data: st.DataObject) -> None:
+    bodies = _bodies([[item] for item in given_items])
+    at = data.draw(st.integers(0, len(bodies) - 1))
+    changed = bytearray(bodies[at])
+    cut = data.draw(st.integers(0, len(changed) - 1))
+    changed[cut : cut + 1] = data.draw(st.binary(max_size=2))
+    bodies[at] = bytes(changed)
+    read, found = ready_reader(KIND, 64), list[Any]()
+    expected = _outcome(lambda body: items_reader(KIND)(body), bodies[at])
+    try:
+        while bodies:
+            found += read(bodies)[0]
+    except InvalidArgument:
+        assert expected is InvalidArgument
+        assert _flat(found) == _flat(given_items[:at])
+    else:
+        assert _flat(found) == _flat([*given_items[:at], *expected, *given_items[at + 1 :]])
