@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
 from urllib.parse import quote
 from uuid import UUID, uuid4
 
@@ -30,6 +31,9 @@ from .caller import Caller, caller_of
 from .metrics import Refusals, RequestMeter
 from .routing_headers import decision_headers, workers_of
 from .server_span import ServerSpan
+
+PartWriter: TypeAlias = Callable[[bytes], bool]
+"""Writes a part of a chunked answer that has begun, at once. Returns False if it cannot now; `send` then can."""
 
 _OLDER_REQUEST_ID = "x-dynamo-request-id"
 METADATA_PREFIX = "x-dynamo-meta-"
@@ -196,6 +200,16 @@ class RequestRecord:
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), *self._answer_headers()]
         return self._raw_send(message)
+
+    def part_writer(self, send: Send) -> PartWriter | None:
+        """Return what writes a part of the answer at once, as a server of ours can.
+
+        None if the server cannot, or if something between it and the caller, which has this `send`, looks at messages.
+        """
+        if send != self.send:
+            return None
+        found: PartWriter | None = getattr(getattr(self._raw_send, "__self__", None), "write_part", None)
+        return found
 
     def _answer_headers(self) -> list[tuple[bytes, bytes]]:
         echo = self._echo

@@ -211,7 +211,7 @@ class Cycle:
                 raise RuntimeError(f"Expected ASGI message 'http.response.body', but got '{kind}'.")
             body = message.get("body", b"")
             if message.get("more_body"):
-                if self._left_bytes == _CHUNKED:  # the tokens of a stream come this way
+                if self._left_bytes == _CHUNKED:
                     self._put(b"%x\r\n%b\r\n" % (len(body), body) if body else b"")
                 else:
                     self._write(body)
@@ -221,6 +221,17 @@ class Cycle:
             self._start(message["status"], message.get("headers", ()))
         else:
             raise RuntimeError(f"Expected ASGI message 'http.response.start', but got '{kind}'.")
+
+    def write_part(self, body: bytes) -> bool:
+        """Write a part of a chunked answer as `send` does, at once; the tokens of a stream come this way.
+
+        Return False, with nothing written, where `send` would wait, drop the part, or do anything else than that.
+        """
+        channel = self._channel
+        if self._left_bytes != _CHUNKED or not self.is_started or self.is_complete or self.gone or channel.write_paused:
+            return False
+        self._put(b"%x\r\n%b\r\n" % (len(body), body) if body else b"")
+        return True
 
     def _start(self, status: int, headers: Headers) -> None:
         channel, own, closes = self._channel, list(headers), False

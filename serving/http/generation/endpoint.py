@@ -230,7 +230,14 @@ class GenerationEndpoint:
         if request.stream:
             chunks = api.chunks(form, usage)
             return StreamedReply(
-                send, STREAM_HEADERS, on_gone, start, options.keep_alive_s, chunks, options.overload_status
+                send,
+                STREAM_HEADERS,
+                on_gone,
+                start,
+                options.keep_alive_s,
+                chunks,
+                options.overload_status,
+                write_part=incoming.record.part_writer(send),
             )
         most_bytes = options.limits.max_whole_answer_bytes or inf
         return WholeReply(send, JSON_HEADERS, on_gone, start, None, api.answer(form, usage), most_bytes)

@@ -25,7 +25,7 @@ from pipeline.wire import DONE, encode
 
 from ...openai import Answer, Chunks
 from ...problems import Refusal, explain
-from ..request import JSON_HEADERS, Headers
+from ..request import JSON_HEADERS, Headers, PartWriter
 from ..side_task import TIMER_ERROR_S, SideTask, Work, call_later, end
 
 Message = MutableMapping[str, Any]
@@ -44,8 +44,10 @@ _KEEP_ALIVE = b":\n\n"
 class ReplyWriter:
     """The frames of one answer on their way to one client.
 
-    Nothing is sent before `commit`: until then the caller may still answer with an error status instead. A task sends;
-    it exists only while there is something to send, so an answer that waits costs none.
+    Nothing is sent before `commit`: until then the caller may still answer with an error status instead. A task sends
+    the first frames and the last, and all others if there is no `write_part` or the client reads slowly; it exists only
+    while there is something to send, so an answer that waits costs none. `write_part` takes a frame at once, for 3 us
+    less of CPU than a task; a server on uvloop gathers what it takes in one turn of the loop.
 
     For a client that does not read there are at most two buffers, the waiting frames and the write under way, each of
     `BUFFER_BYTES` and one more frame of each reader. The caller awaits `close` on every way out.
@@ -59,6 +61,8 @@ class ReplyWriter:
     """Starts the task that sends."""
     _keep_alive_s: float | None
     """After this time the writer commits by itself, and sends a comment whenever so much passes without a frame."""
+    _write_part: PartWriter | None = field(default=None, kw_only=True, alias="write_part")
+    """The server's, if it has one."""
     committed: bool = field(init=False, default=False)
     """Whether the status is 200, sent or about to be."""
     failure: Exception | None = field(init=False, default=None)
@@ -84,14 +88,16 @@ class ReplyWriter:
         return self._write
 
     def put(self, frame: bytes) -> bool:
-        """Append a frame, which leaves on the next turn of the loop, or after the commit.
+        """Append a frame, which leaves in this turn of the loop or the next one, or after the commit.
 
         Return whether the reader should await `room` before it takes the next item.
         """
-        self._frames.append(frame)
-        self._waiting_bytes += len(frame)
         if self._keep_alive is not None:
             self._keep_alive.postpone()
+        if self._begun and self._task is None and self._write_part is not None and self._is_written(frame):
+            return False
+        self._frames.append(frame)
+        self._waiting_bytes += len(frame)
         if self._task is None and self.committed:
             self._begin_to_send()
         return self._waiting_bytes >= BUFFER_BYTES
@@ -146,6 +152,17 @@ class ReplyWriter:
             self._drop()
             task, self._task = self._task, None
             await end(task)
+
+    def _is_written(self, frame: bytes) -> bool:
+        """Write the frame at once if nothing waits before it and the client reads; return whether it is done with."""
+        if self._frames or self._finished or self._gone or self._write_part is None:
+            return False
+        try:
+            return self._write_part(frame)
+        except Exception as failure:
+            self.failure = failure
+            self._lose()
+            return True
 
     # -- the task
 

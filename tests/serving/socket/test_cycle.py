@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from attrs import define, field
+from hypothesis import given
+from hypothesis import strategies as st
 
 from serving.socket.cycle import Cycle, Waiters
 from serving.socket.http1 import Head
@@ -70,3 +72,56 @@ CASES: Mapping[str, tuple[dict[str, Any], list[bytes]]] = {
 async def test_the_head_leaves_with_the_first_part_of_the_body(case: str) -> None:
     how, expected = CASES[case]
     assert await writes_of(**how) == expected
+
+
+def started(version: str = "1.1", method: str = "GET") -> tuple[Cycle, Written]:
+    channel = Written()
+    return Cycle(Head(version, keep_alive=True, method=method), channel), channel
+
+
+START = {"type": "http.response.start", "status": 200, "headers": []}
+
+
+def part(body: bytes, *, more_body: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": body, "more_body": more_body}
+
+
+@given(parts=st.lists(st.tuples(st.booleans(), st.binary(max_size=40)), max_size=10))
+async def test_a_part_has_the_same_bytes_whichever_way_it_is_written(parts: list[tuple[bool, bytes]]) -> None:
+    (sent, sent_to), (mixed, mixed_to) = started(), started()
+    for cycle in (sent, mixed):
+        await cycle.send(dict(START))
+    for at_once, body in parts:
+        await sent.send(part(body))
+        if at_once:
+            assert mixed.write_part(body)
+        else:
+            await mixed.send(part(body))
+    for cycle in (sent, mixed):
+        await cycle.send(part(b"", more_body=False))
+    assert mixed_to.writes == sent_to.writes
+
+
+async def test_a_part_is_left_to_send_where_that_would_not_write_it_as_a_chunk() -> None:
+    cycle, channel = started()
+    assert not cycle.write_part(b"before the head")
+    await cycle.send(dict(START))
+    channel.write_paused = True
+    assert not cycle.write_part(b"while the client reads too slowly")
+    channel.write_paused = False
+    await cycle.send(part(b"", more_body=False))
+    assert not cycle.write_part(b"behind the end")
+    written = list(channel.writes)
+
+    for version, method, headers in (("1.0", "GET", []), ("1.1", "HEAD", []), ("1.1", "GET", LENGTH_2)):
+        other, other_channel = started(version, method)
+        await other.send(START | {"headers": [*headers]})
+        assert not other.write_part(b"ab")
+        assert other_channel.writes == []
+
+    gone, gone_channel = started()
+    await gone.send(dict(START))
+    gone.leave(is_gone=True)
+    assert not gone.write_part(b"to nobody")
+    assert gone_channel.writes == []
+    assert channel.writes == written

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.http.generation.reply import BUFFER_BYTES, PIECE_BYTES, ReplyWriter
+from serving.http.request import RequestRecord
 from serving.http.side_task import task_starter
 
 
@@ -229,3 +230,139 @@ def test_whatever_the_pace_all_frames_arrive_in_order(steps: list[tuple[bytes, b
     anyio.run(main)
     assert b"".join(client.writes) == b"".join(frame for frame, _ in steps)
     assert client.messages[-1]["more_body"] is False
+
+
+# -- parts that the server takes at once
+
+
+class Direct(Client):
+    """A client whose server also takes parts at once, unless it is paused; `raises` is what it raises then."""
+
+    def __init__(self, *, takes_parts: bool = True) -> None:
+        super().__init__()
+        self.takes_parts = takes_parts
+        self.at_once = 0
+        self.raises: Exception | None = None
+        self._may_write = anyio.Event()
+        self._may_write.set()
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        await self._may_write.wait()
+        await super().send(message)
+
+    def write_part(self, body: bytes) -> bool:
+        if self.raises is not None:
+            raise self.raises
+        if not self._may_write.is_set():
+            return False
+        self.at_once += 1
+        self.messages.append({"type": "http.response.body", "body": body, "more_body": True})
+        return True
+
+    def pause(self) -> None:
+        if self._may_write.is_set():
+            self._may_write = anyio.Event()
+
+    def resume(self) -> None:
+        self._may_write.set()
+
+    def writer(self, keep_alive_s: float | None = None) -> ReplyWriter:
+        part = self.write_part if self.takes_parts else None
+        return ReplyWriter(self.send, [], self._lose, task_starter(), keep_alive_s, write_part=part)
+
+
+STEPS = st.lists(
+    st.integers(1, 9) | st.integers(BUFFER_BYTES, 3 * BUFFER_BYTES) | st.sampled_from(["turn", "pause", "resume"]),
+    max_size=20,
+)
+
+
+@given(before=st.integers(0, 3), steps=STEPS)
+async def test_the_bytes_are_the_same_whether_parts_are_taken_at_once_or_sent(before: int, steps: list[Any]) -> None:
+    bodies: list[bytes] = []
+    for takes_parts in (True, False):
+        client = Direct(takes_parts=takes_parts)
+        writer, frames = client.writer(), 0
+        script: list[int | str] = [*[1] * before, "commit", *steps]
+        for number, step in enumerate(script):
+            if step == "commit":
+                writer.commit()
+            elif step == "turn":
+                await anyio.wait_all_tasks_blocked()
+            elif step == "pause":
+                client.pause()
+            elif step == "resume":
+                client.resume()
+            elif isinstance(step, int):
+                frames += step
+                is_full = writer.put(bytes([number]) * step)
+                assert is_full == (writer._waiting_bytes >= BUFFER_BYTES)
+        client.resume()
+        writer.finish()
+        await writer.sent()
+        await writer.close()
+        assert client.messages[-1]["more_body"] is False
+        assert all(message["more_body"] for message in client.messages[1:-1])
+        bodies.append(b"".join(client.writes))
+        assert len(bodies[-1]) == frames
+    assert bodies[0] == bodies[1]
+
+
+async def test_a_lone_frame_is_taken_at_once_and_starts_no_task() -> None:
+    client = Direct()
+    writer = client.writer()
+    writer.put(b"1")
+    writer.commit()
+    assert client.at_once == 0
+    await anyio.wait_all_tasks_blocked()
+    writer.put(b"2")
+    assert client.writes == [b"1", b"2"]
+    assert (client.at_once, writer.write) == (1, None)
+    client.pause()
+    writer.put(b"3")
+    await anyio.wait_all_tasks_blocked()
+    assert writer.write is not None
+    writer.put(b"4")
+    client.resume()
+    writer.finish()
+    await writer.sent()
+    assert client.writes == [b"1", b"2", b"3", b"4"]
+    assert client.at_once == 1
+
+
+async def test_a_server_that_fails_to_take_a_part_ends_the_sending() -> None:
+    client = Direct()
+    writer = client.writer()
+    writer.put(b"1")
+    writer.commit()
+    await anyio.wait_all_tasks_blocked()
+    client.raises = RuntimeError("no transport")
+    writer.put(b"2")
+    writer.put(b"3" * BUFFER_BYTES)
+    with anyio.fail_after(1):
+        await writer.room()
+        writer.finish()
+        await writer.sent()
+    assert writer.failure is client.raises
+    assert (client.gone, client.writes) == (1, [b"1"])
+
+
+async def test_parts_that_something_else_looks_at_are_sent() -> None:
+    class Server:
+        async def send(self, message: MutableMapping[str, Any]) -> None: ...
+
+        def write_part(self, body: bytes) -> bool:
+            return True
+
+    server, scope = Server(), {"headers": [], "type": "http"}
+
+    async def between(message: MutableMapping[str, Any]) -> None:
+        await server.send(message)
+
+    refusals: Any = None
+    record = RequestRecord(scope, server.send, refusals, shows_workers=False)
+    assert record.part_writer(record.send) == server.write_part
+    assert record.part_writer(between) is None
+    assert RequestRecord(scope, between, refusals, shows_workers=False).part_writer(record.send) is None
+    behind = RequestRecord(scope, between, refusals, shows_workers=False)
+    assert behind.part_writer(behind.send) is None
