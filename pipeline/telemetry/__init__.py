@@ -4,6 +4,8 @@ What is imported under its own name again is for sibling packages; users take th
 """
 
 from .metrics import Buckets, Instrument, Metrics
+from .metrics import sanitize_label as sanitize_label
+from .metrics import sanitize_name as sanitize_name
 from .prometheus import Sample as Sample
 from .prometheus import family as family
 from .prometheus import merged as merged

@@ -86,7 +86,7 @@ class RequestMeter:
             return
         now = self._now()
         if self._has_begun:
-            self._series.gaps.observe((now - self._last_s) / count, count)
+            self._series.gaps_s((now - self._last_s) / count, count)
         else:
             self._has_begun = True
             self.first_tokens_s = now - self.started_s

@@ -10,22 +10,20 @@ oldest request is dropped beyond a bound; of workers that differ, the largest pu
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from itertools import accumulate
+from typing import Any, cast
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider, ObservableCounter, ObservableGauge
 from opentelemetry.sdk.resources import Resource
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
 
 from pipeline.protocols import RequestTracker, worker_gauges
 from pipeline.protocols.card import ModelDeploymentCard
 from pipeline.telemetry import Instrument, Metrics
 
+from .counting_meter import CountingMeter
 from .refusals import Refusals
 
 _TOKEN_GAPS = "inter_token_latency_seconds"
@@ -49,14 +47,13 @@ class Telemetry:
             cardinality_limits={ObservableGauge: _OBSERVED_SERIES, ObservableCounter: _OBSERVED_SERIES},
         )
         self._provider = MeterProvider([reader], Resource.get_empty(), shutdown_on_exit=False)
-        self.meter = meter = self._provider.get_meter("penstock")
+        self.meter = meter = CountingMeter(self._provider.get_meter("penstock"))
         """For callers with instruments of their own: `Metrics(meter, rows=...)`."""
         self.metrics = Metrics(meter, prefix=prefix, environment=environment)
         """The app's own instruments."""
         self.component_metrics = Metrics(meter, family="component", environment=environment)
         """The instruments of this program's workers."""
-        self._token_gaps = TokenGaps(self.metrics.buckets(_TOKEN_GAPS), self.metrics.full_name(_TOKEN_GAPS))
-        self._registry.register(self._token_gaps)
+        self._registry.register(meter)
         self._series: dict[tuple[str, str, str], RequestSeries] = {}
         self.workers = WorkerGauges(self.metrics, prefix)
         self.models = ModelGauges(self.metrics, prefix)
@@ -71,7 +68,7 @@ class Telemetry:
         """Return what requests with these labels are counted in."""
         labels = model, endpoint, request_type
         if (known := self._series.get(labels)) is None:
-            known = self._series[labels] = RequestSeries(self.metrics, self._token_gaps.of(model), *labels)
+            known = self._series[labels] = RequestSeries(self.metrics, *labels)
         return known
 
     def add_text(self, text: Callable[[], str]) -> None:
@@ -90,35 +87,17 @@ class Telemetry:
         return [({}, sum(count() for count in self._connections))] if self._connections else []
 
 
-class GapCounts:
-    """The histogram of one model's gaps."""
-
-    __slots__ = ("bounds_s", "counts", "sum_s")
-
-    def __init__(self, bounds_s: Sequence[float]) -> None:
-        self.bounds_s = tuple(bounds_s)
-        """Upper bounds of the buckets."""
-        self.counts = [0] * (len(self.bounds_s) + 1)
-        """Observations by bucket; the last one is for gaps beyond all bounds."""
-        self.sum_s = 0.0
-
-    def observe(self, gap_s: float, times: int) -> None:
-        """Add one gap `times` times."""
-        self.counts[bisect_left(self.bounds_s, gap_s)] += times
-        self.sum_s += gap_s * times
-
-
 class RequestSeries:
     """The series of requests for one model, by one endpoint and of one type, each bound to its labels.
 
     A request is recorded some fifteen times, with the same labels as the request before it.
     """
 
-    def __init__(self, metrics: Metrics, gaps: GapCounts, model: str, endpoint: str, request_type: str) -> None:
+    def __init__(self, metrics: Metrics, model: str, endpoint: str, request_type: str) -> None:
         self.labels = {"model": model, "endpoint": endpoint, "request_type": request_type}
         """For metrics with labels besides these."""
-        self.gaps = gaps
-        """Time between tokens."""
+        self.gaps_s: Callable[[float, int], object] = cast(Any, metrics.recorder(_TOKEN_GAPS, model=model))
+        """Records the time between tokens, so many times."""
         self.started = metrics.recorder("requests_started_total", **self.labels)
         self.inflight = metrics.recorder("inflight_requests", model=model)
         self.queued = metrics.recorder("queued_requests", model=model)
@@ -129,33 +108,6 @@ class RequestSeries:
         self.cached_tokens = metrics.recorder("cached_tokens", model=model)
         self.output_tokens = metrics.recorder("output_sequence_tokens", model=model)
         self.all_output_tokens = metrics.recorder("output_tokens_total", model=model)
-
-
-class TokenGaps(Collector):
-    """The histograms of the time between tokens, by model.
-
-    An instrument of OpenTelemetry costs about 6 microseconds an observation, more than everything else that is done
-    for a token here; this costs a tenth of that. The exporter reads it like any other metric.
-    """
-
-    def __init__(self, bounds_s: Sequence[float], name: str) -> None:
-        """`name` is the metric's, with its prefix."""
-        self._bounds_s, self._name = tuple(bounds_s), name
-        self._models: dict[str, GapCounts] = {}
-
-    def of(self, model: str) -> GapCounts:
-        """Return the histogram of one model."""
-        if (known := self._models.get(model)) is None:
-            known = self._models[model] = GapCounts(self._bounds_s)
-        return known
-
-    def collect(self) -> Iterable[HistogramMetricFamily]:
-        """Return all of them as one metric of Prometheus."""
-        family, bounds = HistogramMetricFamily(self._name, "Between two tokens", labels=["model"]), [*self._bounds_s]
-        for model, known in self._models.items():
-            buckets = zip([*map(str, bounds), "+Inf"], accumulate(known.counts), strict=True)
-            family.add_metric([model], list(buckets), known.sum_s)
-        return [family]
 
 
 # -- gauges that are read when the metrics are

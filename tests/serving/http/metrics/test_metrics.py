@@ -15,7 +15,6 @@ from pipeline.telemetry import Instrument, Metrics
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait
 from serving.http import HttpOptions, Telemetry, app
 from serving.http.metrics.request_meter import RequestMeter
-from serving.http.metrics.telemetry import TokenGaps
 from serving.problems import Problem
 from tests.serving.worlds import chat, last, request_to, token
 
@@ -197,14 +196,6 @@ async def test_buckets_are_those_of_the_table() -> None:
     assert bounds("inter_token_latency_seconds") == [0, 2, float("inf")]
 
 
-def test_gaps_are_counted_in_the_bucket_that_holds_them() -> None:
-    gaps = TokenGaps([0.0, 1.0, 2.0], "gaps")
-    for gap, times in ((0.0, 1), (0.5, 2), (1.0, 4), (1.5, 8), (9.0, 16)):
-        gaps.of("m").observe(gap, times)
-    assert gaps.of("m").counts == [1, 6, 8, 16]
-    assert gaps.of("m").sum_s == pytest.approx(0 + 1 + 4 + 12 + 144)
-
-
 async def test_each_app_shows_its_own_requests_only() -> None:
     first, second = (app({"m": ScriptedEngine([token("a"), last()])}) for _ in range(2))
     await chat(first).run()
@@ -259,5 +250,4 @@ def test_a_routers_metrics_are_shown_under_the_names_of_the_original(telemetry: 
         "dynamo_component_kv_cache_events_applied",
         "dynamo_frontend_router_queue_backpressure_total",
         "dynamo_router_overhead_total_ms",
-        "dynamo_frontend_inter_token_latency_seconds",
     }
