@@ -1,7 +1,7 @@
-"""Hashing, storing and finding blocks, beside the Rust index of another router called from Python, where it is there.
+"""Hashing, storing, finding and removing blocks, beside the Rust index of another router called from Python.
 
     python -m benchmarks.kv_index               measures and prints
-    pip install ai-dynamo-runtime==1.2.1        the peer; without it the figures stand alone
+    pip install ai-dynamo-runtime==1.4.2        the peer; without it the figures stand alone
     PENSTOCK_TRACE=trace.jsonl                  requests with `hash_ids` of 512 tokens; else conversations are made up
 
 Both hold the same blocks and answer the same questions, turn by turn in one run. A store takes an event as the index
@@ -19,6 +19,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from random import Random
@@ -29,7 +30,7 @@ from attrs import define, frozen
 
 from operators.kv import KvIndex, WorkerRank
 from pipeline.llm import block_hash_array, block_hashes, sequence_hashes
-from pipeline.protocols.kv import KvEvent, KvStored, RouterEvent, StoredBlock
+from pipeline.protocols.kv import KvEvent, KvRemoved, KvStored, RouterEvent, StoredBlock
 
 from .measure import Result
 
@@ -38,6 +39,8 @@ WORKERS = (8, 64, 512)
 REQUESTS = 600
 QUERIES = 150
 REPEATS = 7
+REMOVED_TOGETHER = 16
+"""Blocks that an event removes."""
 
 Scores = dict[Any, int]
 
@@ -114,6 +117,8 @@ class Subject:
     query: Callable[[array[int]], Any]
     """Hashes as `find` takes them."""
     find: Callable[[Any], Scores]
+    remove: Callable[[int, list[list[int]]], float]
+    """Applies removals of a worker, a list of blocks each, and gives the seconds as for a store."""
 
 
 def ours() -> Subject:
@@ -125,7 +130,14 @@ def ours() -> Subject:
         index.apply(event)
         return perf_counter() - start
 
-    return Subject(store, lambda local: local[:], index.find_matches)
+    def remove(worker_id: int, removals: list[list[int]]) -> float:
+        events = [RouterEvent(worker_id, KvEvent(i, KvRemoved(names))) for i, names in enumerate(removals)]
+        start = perf_counter()
+        for event in events:
+            index.apply(event)
+        return perf_counter() - start
+
+    return Subject(store, lambda local: local[:], index.find_matches, remove)
 
 
 def peer_library() -> Any:
@@ -145,7 +157,18 @@ def peer() -> Subject:
         tree.apply_event(stored.worker_id, event)
         return perf_counter() - start
 
-    return Subject(store, lambda local: local.tolist(), lambda local: dict(tree.find_matches(local).scores))
+    def remove(worker_id: int, removals: list[list[int]]) -> float:
+        events = [{"event_id": i, "data": {"removed": {"block_hashes": names}}} for i, names in enumerate(removals)]
+        texts = [json.dumps({**event, "dp_rank": 0}).encode() for event in events]
+        start = perf_counter()
+        for text in texts:
+            tree.apply_event(worker_id, text)
+        return perf_counter() - start
+
+    def find(local: list[int]) -> Scores:
+        return dict(tree.find_matches(local).scores)
+
+    return Subject(store, lambda local: local.tolist(), find, remove)
 
 
 def subjects() -> list[Subject]:
@@ -199,10 +222,35 @@ def _index(given: list[list[int]], workers: int) -> list[Result]:
     passes = [_one_pass(under_test, sample) for _ in range(REPEATS)]
     per_store = [min(column) / count for column in zip(*seconds, strict=True)]
     per_find = [min(column) for column in zip(*passes, strict=True)]
+    warm = _alternating([partial(_find_all, subject, sample) for subject in under_test], REPEATS)
+    per_warm = [seconds / len(sample) for seconds in warm]
+    per_remove = [seconds / count for seconds in _removed(under_test, everything)]
     return [
         Result(f"store a block, {workers} workers", per_store[0] * 1e9, "ns", _second(per_store, 1e9), "≤ 1/2 peer"),
         Result(f"find a prompt, {workers} workers", per_find[0] * 1e6, "µs", _second(per_find, 1e6), "≤ 1/4 peer"),
+        Result(f"the same, found just before, {workers} workers", per_warm[0] * 1e6, "µs", _second(per_warm, 1e6)),
+        Result(f"remove a block, {workers} workers", per_remove[0] * 1e9, "ns", _second(per_remove, 1e9), "≤ 1 peer"),
     ]
+
+
+def _find_all(subject: Subject, sample: list[array[int]]) -> None:
+    """Find each prompt of the sample; what encodes a query costs the same for both, next to nothing."""
+    for query in [subject.query(local) for local in sample]:
+        subject.find(query)
+
+
+def _removed(under_test: list[Subject], everything: list[Stored]) -> list[float]:
+    """Return the seconds in which each removes all blocks: the last of each worker first, by turns."""
+    held: dict[int, dict[int, None]] = {}
+    for stored in everything:
+        held.setdefault(stored.worker_id, {}).update((name, None) for name, _ in stored.blocks)
+    took = [0.0] * len(under_test)
+    for worker_id, blocks in held.items():
+        names = list(blocks)[::-1]
+        removals = [names[at : at + REMOVED_TOGETHER] for at in range(0, len(names), REMOVED_TOGETHER)]
+        for i, subject in enumerate(under_test):
+            took[i] += subject.remove(worker_id, removals)
+    return took
 
 
 def _one_pass(under_test: list[Subject], sample: list[array[int]]) -> list[float]:

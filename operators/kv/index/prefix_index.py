@@ -193,14 +193,9 @@ class KvIndex:
         but not for one that was removed with a block above it in the list.
         """
         held = self._held_by.get(rank)
-        wanted = dict.fromkeys(names)
-        found = [name for name in wanted if name in held.number_of] if held is not None else []
-        if held is not None:
-            held.remove(found)
-        if len(found) < len(names):
-            there = set(found)
-            missing = next((name for name in wanted if name not in there), names[-1])
-            raise BlockNotFound(f"Failed to find block {missing} of {rank}")
+        missing = list(dict.fromkeys(names)) if held is None else held.remove(names)
+        if missing:
+            raise BlockNotFound(f"Failed to find block {missing[0]} of {rank}")
 
     def remove_end(self, rank: WorkerRank, name: int, is_end: Callable[[int], bool]) -> None:
         """Remove this block, if the rank holds it and nothing is below it; see `RankBlocks.remove_end`."""

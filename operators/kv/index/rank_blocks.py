@@ -22,6 +22,8 @@ from .block_run import (
     hashes,
 )
 
+_NOT_HELD = -1
+"""Stands for the number of a run, where a rank does not hold the block."""
 _FEW_NAMES = 16
 """From so many on, reading a run's names one by one is faster than looking for each in memory."""
 
@@ -73,9 +75,23 @@ class RankBlocks:
             run.move_end(self.bit, count, end)
             self.counts[run], self.runs[run.number] = end, run
 
-    def remove(self, names: list[int]) -> None:
-        """Remove these held blocks, each named once, and everything below them."""
-        self.let_go_places(self.first_places(names))
+    def remove(self, names: Sequence[int]) -> Sequence[int]:
+        """Remove these blocks and everything below them; return the names that are not held, or were named before."""
+        distinct, forget = set(names), self.number_of.pop  # what cannot be a name raises here, before any change
+        # One look at the large dict for each name is most of the cost: it is seldom in the processor's cache.
+        by_run = _by_number(names, list(map(forget, names, repeat(_NOT_HELD))))
+        missing, inner = by_run.pop(_NOT_HELD, ()), dict[int, int]()
+        for number in sorted(by_run, reverse=True):  # runs before those they leave
+            run, found = self.runs[number], by_run[number]
+            keep = (count := self.counts[run]) - len(found)
+            if distinct.issuperset(self.names(run)[keep:count]) and not self._below(run, keep, count):
+                self._shorten(run, count, keep)  # its last blocks, on which nothing hangs: what an engine evicts
+            else:
+                inner.update(dict.fromkeys(found, number))
+        if inner:
+            self.number_of.update(inner)
+            self.let_go_places(self.first_places(inner))
+        return missing
 
     def remove_end(self, name: int, is_end: Callable[[int], bool]) -> None:
         """Remove the block of this name, if it is held, and those before it that are not needed.
@@ -91,7 +107,7 @@ class RankBlocks:
             self.let_go(run, keep)
             place = (run.parent, run.at - 1) if keep == 0 and run.parent is not None and run.at else None
 
-    def first_places(self, names: list[int]) -> list[tuple[BlockRun, int]]:
+    def first_places(self, names: Iterable[int]) -> list[tuple[BlockRun, int]]:
         """Return the place of the first of these held blocks, each named once, in each run."""
         by_run: dict[BlockRun, list[int]] = {}
         for name in names:
@@ -133,19 +149,20 @@ class RankBlocks:
         Everything below is removed too: a block whose beginning is lost cannot be used again.
         """
         gone: list[int] = []
-        touched, todo = [], [(run, keep)]
+        todo = [(run, keep)]
         while todo:
             run, keep = todo.pop()
             count = self.counts[run]
             names = self.names(run)[keep:count]
             gone += names
-            todo += [(below, 0) for below in run.branches_behind(keep, count) if below in self.counts]
+            todo += [(below, 0) for below in self._below(run, keep, count)]
             self._shorten(run, count, keep)
-            touched.append(run)
         for name in gone:
             del self.number_of[name]
-        for run in touched:
-            run.trim()
+
+    def _below(self, run: BlockRun, keep: int, count: int) -> list[BlockRun]:
+        """The runs of which the rank holds blocks, and that leave this one behind its first `keep` blocks."""
+        return [below for below in run.branches_behind(keep, count) if below in self.counts] if run.branches else []
 
     def let_go_all(self) -> None:
         """Remove everything."""
@@ -153,11 +170,11 @@ class RankBlocks:
         self.number_of.clear()
         for run, count in held:
             self._shorten(run, count, 0)
-        for run, _ in held:
-            run.trim()
 
     def _shorten(self, run: BlockRun, count: int, keep: int) -> None:
         run.move_end(self.bit, count, keep)
+        if count == len(run.local):  # otherwise another rank holds more of it
+            run.trim()
         own = self.own_names.get(run)
         if keep:
             self.counts[run] = keep
@@ -167,6 +184,16 @@ class RankBlocks:
             del self.counts[run], self.runs[run.number]
             if own is not None:
                 del self.own_names[run]
+
+
+def _by_number(names: Sequence[int], numbers: Sequence[int]) -> dict[int, Sequence[int]]:
+    """The names by their numbers, which mostly are the same for all."""
+    if numbers and numbers.count(numbers[0]) == len(numbers):
+        return {numbers[0]: names}
+    groups: dict[int, list[int]] = {}
+    for name, number in zip(names, numbers, strict=True):
+        groups.setdefault(number, []).append(name)
+    return dict[int, Sequence[int]](groups)
 
 
 def _index(names: Hashes, name: int) -> int:

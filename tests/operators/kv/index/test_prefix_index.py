@@ -319,6 +319,34 @@ def test_blocks_that_move_from_several_chains_go_with_what_is_below(count: int) 
     assert index.held_blocks(A) == 59 + 9 + len(moved)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("keep", [0, 1, 2, 3, 4])
+def test_one_removal_may_name_the_ends_of_several_branches(keep: int, order: int) -> None:
+    index = KvIndex()
+    for rank in (A, B):
+        index.store(rank, None, [1, 2, 3, 4], [1, 2, 3, 4])
+    index.store(A, 2, [7, 8], [7, 8])
+    trunk, branch = [1, 2, 3, 4][keep:], [7, 8] if keep < 4 else [8]
+    index.remove(A, [*trunk, *branch][::order])
+    deepest = {A: keep, B: 4} if keep else {B: 4}
+    assert index.find_matches([1, 2, 3, 4]) == deepest
+    on_branch = {0: 0, 1: 1, 2: 2, 3: 2, 4: 3}[keep]
+    assert index.find_matches([1, 2, 7, 8]) == ({A: on_branch, B: 2} if on_branch else {B: 2})
+    index.remove(B, [4, 3, 2, 1])
+    index.clear_rank(A)
+    assert index.block_count() == 0
+
+
+def test_what_cannot_be_a_name_removes_nothing() -> None:
+    index = KvIndex()
+    index.store(A, None, [1, 2, 3], [1, 2, 3])
+    with pytest.raises(TypeError):
+        index.remove(A, [3, []])  # type: ignore[list-item]
+    assert index.find_matches([1, 2, 3]) == {A: 3}
+    index.remove(A, [3])
+    assert index.held_blocks(A) == 2
+
+
 @pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 60])
 def test_of_blocks_removed_from_the_middle_the_first_counts(count: int) -> None:
     """In any order; few and many are looked for in different ways."""
