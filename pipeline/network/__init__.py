@@ -15,6 +15,7 @@ from .runtime import Runtime, Served
 from .workers import EndpointWorkers, Workers, static_workers
 from .workers import Ids as Ids
 from .workers import Members as Members
+from .workers import Reach as Reach
 
 __all__ = [
     "EndpointId",

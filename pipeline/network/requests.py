@@ -9,8 +9,8 @@ CallMeter: the component metrics of one instance.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from anyio.lowlevel import checkpoint
 from attrs import define
@@ -49,6 +49,29 @@ class Serving(ABC):
         """Refuse new requests and end the running ones: the engine's are killed, callers get Disconnected."""
 
 
+Connectivity = Literal["connected", "connecting", "unreachable"]
+"""Whether there is a connection to a process. `connecting`: none yet, or it was lost, and nothing speaks against it;
+`unreachable`: the process refused one, or has not answered for a while."""
+
+
+class KeptConnection(ABC):
+    """A connection to an instance's process that a request plane opens ahead of requests, and again after each loss."""
+
+    @property
+    @abstractmethod
+    def state(self) -> Connectivity:
+        """Whether it is there."""
+
+    @property
+    @abstractmethod
+    def losses(self) -> int:
+        """How often it was lost after it had been there. A request that was sent before the last loss may end by it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Open it no more; one that is there stays. Does nothing the second time."""
+
+
 class RequestPlane(ABC):
     """See the module."""
 
@@ -74,6 +97,13 @@ class RequestPlane(ABC):
         while it answers makes the read raise Disconnected, unless the caller has stopped the request. Only
         payload, id, metadata and trace of the context cross.
         """
+
+    def keep_connected(self, instance: Instance, on_change: Callable[[], object]) -> KeptConnection | None:
+        """Keep a connection to the instance's process until the result is closed; call `on_change` after each change.
+
+        `on_change` raises nothing. Return None from a plane without connections, as this one.
+        """
+        return None
 
     @abstractmethod
     async def close(self) -> None:

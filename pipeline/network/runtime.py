@@ -322,7 +322,10 @@ class Runtime:
         """
         where = EndpointId.parse(endpoint).checked()
         return EndpointWorkers(
-            where, self.discovery.watch(where.path), lambda instance: self.requests.engine(instance, item_type)
+            where,
+            self.discovery.watch(where.path),
+            lambda instance: self.requests.engine(instance, item_type),
+            self.requests.keep_connected,
         )
 
     def _free_id(self, endpoint: EndpointId) -> int:

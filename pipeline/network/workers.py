@@ -1,8 +1,12 @@
-"""Workers: the live instances of one endpoint, as a router sees them."""
+"""Workers: the live instances of one endpoint, as a router sees them.
+
+Members: which there are. Reach: which of them can be reached.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeVar
 
@@ -15,7 +19,7 @@ from pipeline.rx import CompositeDisposable, Disposable, DisposableBase, Observa
 from .discovery import Added, Removed
 from .events import Fanout
 from .names import DeviceType, EndpointId, Instance
-from .requests import not_found
+from .requests import Connectivity, KeptConnection, not_found
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -52,6 +56,36 @@ class Members:
         return before.gone_since(self)
 
 
+_NO_IDS: AbstractSet[int] = frozenset()
+
+
+@frozen
+class Reach:
+    """Which instances of a pool can be reached, as far as that is known. A change makes another record."""
+
+    unconnected: AbstractSet[int] = _NO_IDS
+    """Those to whose process there is no connection now."""
+    unreachable: AbstractSet[int] = _NO_IDS
+    """Those of them whose process has refused the last connection, or does not answer."""
+
+    def with_state(self, instance_id: int, state: Connectivity | None) -> Reach:
+        """Return the record with this state of an instance, None for one that is gone; the same one without a change.
+
+        What there is no connection to is in here; a pool whose plane has none is reached as a whole.
+        """
+        unconnected = _with(self.unconnected, instance_id, state in ("connecting", "unreachable"))
+        unreachable = _with(self.unreachable, instance_id, state == "unreachable")
+        if unconnected is self.unconnected and unreachable is self.unreachable:
+            return self
+        return Reach(unconnected, unreachable)
+
+
+def _with(ids: AbstractSet[int], instance_id: int, is_in: bool) -> AbstractSet[int]:
+    if (instance_id in ids) == is_in:
+        return ids
+    return ids | {instance_id} if is_in else ids - {instance_id}
+
+
 class Workers(Generic[In_contra, Out_co]):
     """A pool of instances as its router sees it; `runtime.workers(...)` and `static_workers(...)` return one.
 
@@ -69,6 +103,7 @@ class Workers(Generic[In_contra, Out_co]):
         self._device_types: dict[int, DeviceType | None] = dict(device_types)
         self._is_closed = False
         self._listeners: Fanout[Ids] = Fanout()
+        self._reach = Reach()
 
     def instance_ids(self) -> Ids:
         """Return the ids of the present instances, sorted."""
@@ -112,6 +147,22 @@ class Workers(Generic[In_contra, Out_co]):
 
         return self._loosely().subscribe(look, on_completed=look)
 
+    def reach(self) -> Reach:
+        """Return which instances can be reached; the same record until that changes. All, before `keep_connected`."""
+        return self._reach
+
+    def losses(self, instance_id: int) -> int:
+        """Return how often the connection to the instance's process was lost since `keep_connected`; 0 if unknown."""
+        return 0
+
+    def keep_connected(self, on_reach: Callable[[], None]) -> None:
+        """Connect to the process of each instance ahead of requests, until the pool ends.
+
+        `on_reach` is called after each change of `reach` but those that come with a change of the members, and with the
+        first call of this. Nothing happens where there are no connections: in one process, and in a pool that never
+        changes.
+        """
+
     def engine(self, instance_id: int) -> AsyncEngine[In_contra, Out_co]:
         """Return the instance as an engine."""
         found = self._engines.get(instance_id)
@@ -149,23 +200,72 @@ class Workers(Generic[In_contra, Out_co]):
         return self.name
 
 
+Keep = Callable[[Instance, Callable[[], object]], KeptConnection | None]
+"""As `RequestPlane.keep_connected`."""
+
+
 class EndpointWorkers(Workers[In, Out]):
-    """Follows discovery until it is closed and `changes` has no subscriber."""
+    """Follows discovery until it is closed and `changes` has no subscriber.
+
+    connect: returns an instance as an engine
+    keep: opens the connection to its process ahead of requests, for a pool of which that is wanted
+    """
 
     def __init__(
         self,
         endpoint: EndpointId,
         watch: Observable[Added[Instance] | Removed[Instance]],
         connect: Callable[[Instance], AsyncEngine[In, Out]],
+        keep: Keep | None = None,
     ) -> None:
         super().__init__(str(endpoint), {}, {})
-        self._connect = connect
+        self._connect, self._keep = connect, keep
+        self._instances: dict[int, Instance] = {}
+        self._kept: dict[int, KeptConnection] = {}
+        self._is_kept = False
+        self._reaches: Fanout[None] = Fanout()
         followed = watch.subscribe(self._follow, on_completed=self._end)
         self._users = RefCountDisposable(CompositeDisposable(followed, Disposable(self._end)))
 
     def close(self) -> None:
         """Close this view. A subscriber of `changes` still receives changes until it is disposed."""
         self._users.dispose()
+
+    def losses(self, instance_id: int) -> int:
+        kept = self._kept.get(instance_id)
+        return 0 if kept is None else kept.losses
+
+    def keep_connected(self, on_reach: Callable[[], None]) -> None:
+        if self._keep is None or self._is_closed:
+            return
+        reaches: Observable[None] = Observable(lambda observer, _: self._reaches.add(observer))
+        reaches.subscribe(lambda _: on_reach())
+        if not self._is_kept:
+            self._is_kept = True
+            for instance in self._instances.values():
+                self._keep_one(instance)
+
+    def _keep_one(self, instance: Instance) -> None:
+        """Have a connection to the process of the instance, and no longer to that which it had before."""
+        instance_id, before = instance.instance_id, self._kept.pop(instance.instance_id, None)
+        if self._is_kept and self._keep is not None:
+            kept = self._keep(instance, lambda: self._on_connectivity(instance_id))
+            if kept is not None:
+                self._kept[instance_id] = kept
+                self._reach = self._reach.with_state(instance_id, kept.state)
+        if before is not None:  # not sooner, or a process that stays the same would be left and connected to again
+            before.close()
+
+    def _on_connectivity(self, instance_id: int) -> None:
+        if (kept := self._kept.get(instance_id)) is not None:
+            before, self._reach = self._reach, self._reach.with_state(instance_id, kept.state)
+            if self._reach is not before:
+                self._reaches.push(None)
+
+    def _let_go(self, instance_id: int) -> None:
+        if (kept := self._kept.pop(instance_id, None)) is not None:
+            kept.close()
+            self._reach = self._reach.with_state(instance_id, None)
 
     def _listen(self, observer: ObserverBase[Ids]) -> DisposableBase:
         return CompositeDisposable(super()._listen(observer), self._users.disposable)
@@ -175,13 +275,18 @@ class EndpointWorkers(Workers[In, Out]):
         if isinstance(event, Added):
             self._engines[instance_id] = self._connect(event.item)
             self._device_types[instance_id] = event.item.device_type
+            self._instances[instance_id] = event.item
+            self._keep_one(event.item)
             if instance_id in incarnations:  # it was published again with other content
+                self._reaches.push(None)
                 return
             incarnations = {**incarnations, instance_id: self._arrived}
             self._arrived += 1
         else:
             self._engines.pop(instance_id, None)
             self._device_types.pop(instance_id, None)
+            self._instances.pop(instance_id, None)
+            self._let_go(instance_id)
             if instance_id not in incarnations:
                 return
             incarnations = {i: number for i, number in incarnations.items() if i != instance_id}
@@ -191,6 +296,10 @@ class EndpointWorkers(Workers[In, Out]):
     def _end(self) -> None:
         self._engines.clear()
         self._device_types.clear()
+        self._instances.clear()
+        for instance_id in list(self._kept):
+            self._let_go(instance_id)
+        self._reaches.complete()
         self._members, self._is_closed = Members(), True
         self._listeners.complete()
 

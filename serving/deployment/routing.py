@@ -123,7 +123,10 @@ def _workers_at(endpoint: EndpointId, runtime: Runtime, admission: Admission | N
         return runtime.workers(endpoint, Annotated[LLMEngineOutput])
     instances = admission.instances(runtime, endpoint)
     return EndpointWorkers(
-        endpoint, instances, lambda instance: runtime.requests.engine(instance, Annotated[LLMEngineOutput])
+        endpoint,
+        instances,
+        lambda instance: runtime.requests.engine(instance, Annotated[LLMEngineOutput]),
+        runtime.requests.keep_connected,
     )
 
 

@@ -44,12 +44,18 @@ _STREAMS_MAX = 2**31
 
 
 class CallerConnection(Connection):
-    """A connection that this process has made."""
+    """A connection that this process has made. `on_lost` is called once, when no more calls can be made over it."""
 
     is_caller = True
 
-    def __init__(self, shared: Shared, on_end: Callable[[Connection], object]) -> None:
+    def __init__(
+        self,
+        shared: Shared,
+        on_end: Callable[[Connection], object],
+        on_lost: Callable[[CallerConnection], object],
+    ) -> None:
         super().__init__(shared, on_end)
+        self._on_lost = on_lost
         self._calls: dict[int, RemoteCall] = {}
         self._last_stream = 0
 
@@ -74,6 +80,7 @@ class CallerConnection(Connection):
         self._calls.pop(stream, None)
 
     def _ended(self, reason: TransportError) -> None:
+        self._on_lost(self)
         calls, self._calls = self._calls, {}
         for call in calls.values():
             call.on_lost(reason)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +21,7 @@ from pipeline.rx import AnyIOScheduler
 
 from ..log_limit import LogLimit
 from ..names import Instance
-from ..requests import CallMeter, RequestPlane, Serving
+from ..requests import CallMeter, KeptConnection, RequestPlane, Serving
 from .calls import Decode, RemoteCall
 from .connection import Connection
 from .items import item_reader, payload_type
@@ -55,7 +56,7 @@ class TcpRequestPlane(RequestPlane):
 
     The instances it serves are announced with `transport` = `{"tcp": "host:port", "unix": path, "host": machine}`;
     a caller on the same machine takes the unix socket. One connection to each process carries all calls to it. It is
-    made by the first one, and again after its loss.
+    made by the first one, and again after its loss; or ahead of calls where it is kept.
     """
 
     def __init__(
@@ -127,6 +128,9 @@ class TcpRequestPlane(RequestPlane):
 
     def engine(self, instance: Instance, item_type: type[Out]) -> AsyncEngine[Any, Out]:
         return _RemoteEngine(self._outgoing, instance, item_reader(item_type, self.options.join_max_tokens))
+
+    def keep_connected(self, instance: Instance, on_change: Callable[[], object]) -> KeptConnection:
+        return self._outgoing.keep(instance, on_change)
 
     async def close(self) -> None:
         self._is_closed = True

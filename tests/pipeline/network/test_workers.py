@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
+from attrs import evolve
 
 from pipeline import AsyncEngine, CannotConnect, Context, Unavailable
-from pipeline.network import EndpointId, EndpointWorkers, Instance, Runtime, Workers, static_workers
+from pipeline.network import EndpointId, EndpointWorkers, Instance, Reach, Runtime, Workers, static_workers
 from pipeline.network.discovery import Added, Removed
 from pipeline.network.inprocess import InProcessRequestPlane
+from pipeline.network.requests import Connectivity, KeptConnection
 from pipeline.rx import Subject, ops
 from tests.pipeline.network.worlds import WHERE, engine_of, record_changes, watchers
 
@@ -274,3 +277,106 @@ async def test_the_request_plane_is_given_the_type_of_items() -> None:
         assert Noting.item_types == [int, Any]
         for workers in (typed, untyped):
             assert await (await workers.engine(1).generate(Context(""))).collect() == [1]
+
+
+# -- connections
+
+
+class Connecting:
+    """A plane whose connections are as the test has them, and which notes which are kept."""
+
+    def __init__(self) -> None:
+        self.kept: list[_Kept] = []
+
+    def keep(self, instance: Instance, on_change: Callable[[], object]) -> KeptConnection:
+        self.kept.append(_Kept(self, instance, on_change))
+        return self.kept[-1]
+
+    def become(self, instance_id: int, state: Connectivity, losses: int = 0) -> None:
+        """Have the connection to an instance be in this state."""
+        for one in self.kept:
+            if one.instance.instance_id == instance_id:
+                one.now, one.lost = state, losses
+                one.on_change()
+
+
+class _Kept(KeptConnection):
+    def __init__(self, plane: Connecting, instance: Instance, on_change: Callable[[], object]) -> None:
+        self.plane, self.instance, self.on_change = plane, instance, on_change
+        self.now: Connectivity = "connecting"
+        self.lost = 0
+
+    @property
+    def state(self) -> Connectivity:
+        return self.now
+
+    @property
+    def losses(self) -> int:
+        return self.lost
+
+    def close(self) -> None:
+        self.plane.kept.remove(self)
+
+
+def connecting(*instance_ids: int) -> tuple[Connecting, Subject[Any], EndpointWorkers[Any, Any]]:
+    plane, watch = Connecting(), Subject[Any]()
+    workers = EndpointWorkers(EndpointId.parse(WHERE), watch, lambda _: engine_of(), plane.keep)
+    for instance_id in instance_ids:
+        watch.on_next(Added(one(instance_id)))
+    return plane, watch, workers
+
+
+def one(instance_id: int, address: str = "") -> Instance:
+    return evolve(Instance.of(EndpointId.parse(WHERE), instance_id), transport={"tcp": address})
+
+
+async def test_connections_are_kept_from_when_that_is_wanted_to_the_end_of_the_pool() -> None:
+    plane, watch, workers = connecting(1, 2)
+    assert (plane.kept, workers.reach()) == ([], Reach())
+    workers.keep_connected(lambda: None)
+    workers.keep_connected(lambda: None)
+    watch.on_next(Added(one(3)))
+    assert [each.instance.instance_id for each in plane.kept] == [1, 2, 3]
+    assert workers.reach() == Reach(frozenset({1, 2, 3}))
+    watch.on_next(Removed(one(2)))
+    assert [each.instance.instance_id for each in plane.kept] == [1, 3]
+    assert workers.reach() == Reach(frozenset({1, 3}))
+    workers.close()
+    assert (plane.kept, workers.reach()) == ([], Reach())
+    workers.keep_connected(lambda: None)
+    assert plane.kept == []
+
+
+async def test_changes_of_connections_are_seen_and_change_no_members() -> None:
+    plane, _, workers = connecting(1, 2)
+    seen, changes = list[Reach](), list[Any]()
+    workers.keep_connected(lambda: seen.append(workers.reach()))
+    workers.changes().subscribe(changes.append)
+    plane.become(1, "connected")
+    plane.become(2, "unreachable")
+    plane.become(2, "unreachable")
+    plane.become(1, "connecting", losses=1)
+    both, two = frozenset({1, 2}), frozenset({2})
+    assert seen == [Reach(two), Reach(two, two), Reach(both, two)]
+    assert [workers.losses(i) for i in (1, 2, 3)] == [1, 0, 0]
+    assert changes == [(1, 2)]
+
+
+async def test_an_instance_that_is_published_again_is_connected_to_where_it_is_now() -> None:
+    plane, watch, workers = connecting(1)
+    seen = list[Reach]()
+    workers.keep_connected(lambda: seen.append(workers.reach()))
+    plane.become(1, "unreachable")
+    watch.on_next(Added(one(1, "elsewhere:1")))
+    assert [each.instance.transport for each in plane.kept] == [{"tcp": "elsewhere:1"}]
+    assert seen[-1] == Reach(frozenset({1}))
+    assert workers.incarnation(1) == 0
+
+
+async def test_in_one_process_every_instance_is_reached() -> None:
+    async with Runtime.in_process() as runtime:
+        await runtime.serve(WHERE, engine_of(), instance_id=1)
+        workers = runtime.workers(WHERE)
+        workers.keep_connected(lambda: None)
+        await runtime.serve(WHERE, engine_of(), instance_id=2)
+        assert (workers.reach(), workers.losses(1)) == (Reach(), 0)
