@@ -5,7 +5,7 @@
     ResourceExhausted
     └── AllBusy             there are instances, and every one that may take the request is busy
     Unavailable             there is no instance at all, or none that this router admits
-    └── AllCoolingDown      there are instances, and every one was at fault a moment ago
+    └── AllCoolingDown      there are instances, and every one was at fault a moment ago, or cannot be reached
 
 For an instance that the request names: CannotConnect if it is not there, WorkerOverloaded if it is busy.
 """
@@ -42,7 +42,10 @@ class AllBusy(ResourceExhausted):
 
 
 class AllCoolingDown(Unavailable):
-    """Every worker was at fault a moment ago; after `retry_after_s` seconds the first may take requests again."""
+    """Every worker was at fault a moment ago, or cannot be reached.
+
+    retry_after_s: seconds after which the first may take requests again
+    """
 
     type_name = "AllExcluded"
 

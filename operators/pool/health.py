@@ -1,9 +1,11 @@
 """InstanceHealth: which instances of a pool may take a request now, and why none may.
 
-    members, cards, faults, refusals, reports, busy, time ──► view ──► routers
+    members, connections, cards, faults, refusals, reports, busy, time ──► view ──► routers
 
-Cooldowns: instances that get no requests for a while after a fault, each until its own time. A request that migrates
-does not go back to an instance it has failed on, however long that is ago: see `without_failed`.
+Cooldowns: instances that get no requests for a while after a fault, each until its own time. Where processes are
+connected to, a lost connection is no such fault: its instances are left out until there is another one, be that sooner
+or later. A request that migrates does not go back to an instance it has failed on, however long that is ago: see
+`without_failed`.
 
 Source: dynamo lib/runtime/src/component/client.rs, report_instance_down. Other than there, each instance has its own
 deadline, which no change of another one shortens.
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from pipeline import InvalidArgument, Unavailable, WorkerOverloaded
+from pipeline import CannotConnect, Disconnected, InvalidArgument, Unavailable, WorkerOverloaded
 from pipeline.errors import Refused, TransferFailed, blames_worker, chain, may_migrate
 from pipeline.protocols import MigrationState, TraceLink
 from pipeline.rx import (
@@ -49,12 +51,16 @@ COOLDOWN = Variable(
 )
 
 
+RETRY_AFTER_S = 1.0
+"""When to try again where no worker can be reached: which one can be next is not known."""
+
+
 class InstanceHealth:
     """The health of each instance of a router's pool: cooldown after faults, load shedding, admission.
 
-    Every change of the pool makes a new `view` at once: an instance comes or leaves, a card, a fault, a refusal, a
-    report, the busy ones change. The end of a cooldown is seen by the next reader, and by subscribers of `changes` when
-    it comes.
+    Every change of the pool makes a new `view` at once: an instance comes or leaves, a connection, a card, a fault, a
+    refusal, a report, the busy ones change. The end of a cooldown is seen by the next reader, and by subscribers of
+    `changes` when it comes.
 
     An instance that refuses a request as overloaded is busy for `cooldown_s`, or until its next report in `loads`
     readmits it: by `busy` alone, if that is given, else by a report that it is idle. A report from before the refusal
@@ -87,7 +93,8 @@ class InstanceHealth:
         self._has_busy = busy is not None
         self._view = PoolView(skips_cooling_down=skips_cooling_down)
         self._views: Subject[PoolView] = Subject()
-        workers.follow(lambda members: self._push(self._view.with_members(members, admits)))
+        workers.keep_connected(lambda: self._push(self._view.with_reach(workers.reach())))
+        workers.follow(lambda members: self._push(self._view.with_members(members, admits).with_reach(workers.reach())))
         if cards is not None:
             cards.subscribe(lambda found: self._push(self._view.with_cards(found)))
         if loads is not None:
@@ -132,12 +139,13 @@ class InstanceHealth:
 
         return log_errors(Observable(subscribe))  # its timers must not break the scheduler, which others share
 
-    def blame(self, instance_id: int, incarnation: int, error: Exception) -> None:
+    def blame(self, instance_id: int, incarnation: int, error: Exception, *, losses: int = 0) -> None:
         """Take the error of a request into account: after a fault the worker cools down, after a refusal it is busy.
 
-        Nothing happens if that incarnation was followed by another, or is gone.
+        Nothing happens if that incarnation was followed by another, or is gone; nor if the error is that of a
+        connection, which `view.reach` has. `losses` are `Workers.losses` of before the request was sent.
         """
-        if not self._cooldown_s:
+        if not self._cooldown_s or self._is_of_connection(instance_id, error, losses):
             return
         if blames_worker(error):
             until_s = anyio.current_time() + self._cooldown_s
@@ -145,6 +153,13 @@ class InstanceHealth:
         elif isinstance(error, WorkerOverloaded):
             until_s = anyio.current_time() + self._cooldown_s
             self._push(self.view.with_refusal(instance_id, incarnation, until_s))
+
+    def _is_of_connection(self, instance_id: int, error: Exception, losses: int) -> bool:
+        """Return whether the request may have failed because its connection was lost, or there was none."""
+        if not isinstance(error, (CannotConnect, Disconnected)):
+            return False
+        is_unconnected = instance_id in self._workers.reach().unconnected
+        return is_unconnected or self._workers.losses(instance_id) != losses
 
     def _on_report(self, report: LoadReport) -> None:
         """Judge an overloaded instance by what it reports."""
@@ -167,15 +182,16 @@ class InstanceHealth:
             return Unavailable(f"no instances found for endpoint {name}: {_ABSENCES[self._workers.absence()]}")
         routable = view.routable if view.skips_cooling_down else view.ids
         if not routable:
-            message = (
-                f"no instances found for endpoint {name} that may be asked: all {len(view.ids)} failed a moment ago"
-            )
-            return AllCoolingDown(message, retry_after_s=_time_to(view.cooling_down.values()))
+            unreachable = sum(i in view.reach.unreachable for i in view.ids)
+            message = f"no instances found for endpoint {name} that may be asked: {_out(len(view.ids), unreachable)}"
+            ends_s = [view.cooling_down[i] for i in view.cooling_down if i not in view.reach.unreachable]
+            retry_after_s = _time_to(ends_s)
+            return AllCoolingDown(message, retry_after_s=RETRY_AFTER_S if retry_after_s is None else retry_after_s)
         # When `busy` will no longer name an instance is not known.
         refused = [view.refused[i] for i in routable if i in view.refused and i not in view.busy]
         message = f"all workers are busy: {len(routable)} of endpoint {name}"
         if cooling_down := len(view.ids) - len(routable):
-            message += f", {cooling_down} more failed a moment ago"
+            message += f", {cooling_down} more failed a moment ago or cannot be reached"
         return AllBusy(message, retry_after_s=_time_to(refused))
 
 
@@ -185,6 +201,15 @@ _ABSENCES = {
     "closed": "its discovery was closed",
     None: "none of those that are there is admitted",
 }
+
+
+def _out(instances: int, unreachable: int) -> str:
+    """Return why none of these instances is routable."""
+    if not unreachable:
+        return f"all {instances} failed a moment ago"
+    if unreachable == instances:
+        return f"none of the {instances} can be reached"
+    return f"{unreachable} of {instances} cannot be reached, the others failed a moment ago"
 
 
 def _time_to(ends_s: Collection[float]) -> float | None:

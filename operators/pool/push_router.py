@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from collections.abc import Set as AbstractSet
 from math import isfinite
 from random import Random
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 import anyio
 
@@ -79,17 +79,26 @@ RouterMode = Literal["round_robin", "random", "power_of_two_choices", "least_loa
 _HINT = "routing.backend_instance_id"
 
 
+class _Sent(NamedTuple):
+    """Where a request was sent: the instance, its incarnation, and the losses of its connection until then."""
+
+    instance_id: int
+    incarnation: int
+    losses: int
+
+
 class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
     """Ends a graph at a pool of workers: picks one for each request and returns its stream.
 
     A request goes to the worker that a stage above has assigned to it (see `assign_worker`), in every mode and for this
-    one dispatch; also while that worker cools down. CannotConnect is raised if it is not there, WorkerOverloaded if it
+    one dispatch; also while that worker is left out. CannotConnect is raised if it is not there, WorkerOverloaded if it
     is busy; no other worker takes its place. Any other request goes where the mode has it.
 
-    An instance at fault (see `pipeline.errors.FACTS`) cools down for `cooldown_s`; one that answers WorkerOverloaded is
-    busy for as long, or until its next report readmits it: see `InstanceHealth`. A request that migrates (see
-    `Migration`) is not sent again to an instance it has failed on. What a worker raises goes to the caller, when its
-    request is no longer in flight. Where `routing.allowed_worker_ids` is set, only these are picked.
+    Where instances are in other processes, those whose process is not connected are left out, ahead of any request (see
+    `PoolView.routable`). An instance at fault (see `pipeline.errors.FACTS`) cools down for `cooldown_s`; one that
+    answers WorkerOverloaded is busy for as long, or until its next report readmits it: see `InstanceHealth`. A request
+    that migrates (see `Migration`) is not sent again to an instance it has failed on. What a worker raises goes to the
+    caller, when its request is no longer in flight. Where `routing.allowed_worker_ids` is set, only these are picked.
 
     Raises, at once and with nothing sent: Unavailable without an instance, AllCoolingDown, AllBusy. An instance that
     vanishes between the choice and the dispatch is replaced once by another that is free; without another that is
@@ -235,7 +244,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
     async def _send(self, request: Context[In], instance_id: int, *, is_accounted: bool = False) -> ResponseStream[Out]:
         is_uncounted = is_accounted or type(instance_id) is Uncounted
         counted = UNCOUNTED if is_uncounted else self.loads.begin(instance_id)
-        incarnation = self._workers.incarnation(instance_id)
+        sent = _Sent(instance_id, self._workers.incarnation(instance_id), self._workers.losses(instance_id))
         if request.trace is not None:
             annotate(request, {"penstock.worker_id": int(instance_id), "penstock.endpoint": self._workers.name})
         try:
@@ -243,7 +252,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         except BaseException as error:
             counted.release()
             if isinstance(error, Exception):
-                self._blame(request, instance_id, incarnation, error)
+                self._blame(request, sent, error)
             raise
         if not is_accounted and (tracker := getattr(request.payload, "tracker", None)) is not None:
             tracker.record_worker(int(instance_id))
@@ -251,16 +260,13 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         if self._silence_timeout_s is not None:
             source = f"instance_id={instance_id} of endpoint {self._workers.name}"
             stream = ResponseStream(until_silent(stream, request, self._silence_timeout_s, source), request, stream)
-        return ResponseStream(
-            self._watched(stream, request, instance_id, incarnation, counted), request, stream, counted
-        )
+        return ResponseStream(self._watched(stream, request, sent, counted), request, stream, counted)
 
     async def _watched(
         self,
         stream: ResponseStream[Out],
         request: Context[In],
-        instance_id: int,
-        incarnation: int,
+        sent: _Sent,
         counted: ReleaseOnce,
     ) -> AsyncGenerator[Out, None]:
         """The stream as it is; by the time of an error the request is not counted and the worker cools down."""
@@ -269,18 +275,19 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
                 async for item in stream:
                     if isinstance(item, Annotated) and item.event is not None and (error := item.extract_error()):
                         counted.release()
-                        self._blame(request, instance_id, incarnation, error)
+                        self._blame(request, sent, error)
                     yield item
         except Exception as error:
-            self._blame(request, instance_id, incarnation, error)
+            self._blame(request, sent, error)
             raise
         finally:
             counted.release()
 
-    def _blame(self, request: Context[In], instance_id: int, incarnation: int, error: Exception) -> None:
-        self.health.blame(instance_id, incarnation, error)
+    def _blame(self, request: Context[In], sent: _Sent, error: Exception) -> None:
+        self.health.blame(sent.instance_id, sent.incarnation, error, losses=sent.losses)
         link = None if request.trace is None else trace_link(request)
-        note_failure(request.payload, instance_id, error, link, free=allowed(self.health.view.free, request.payload))
+        free = allowed(self.health.view.free, request.payload)
+        note_failure(request.payload, sent.instance_id, error, link, free=free)
 
 
 _PICKERS: Mapping[RouterMode, Callable[[], Picker | None]] = {

@@ -1,7 +1,7 @@
 """PoolView: the instances of a pool at one moment: incarnations, cards, which cool down, and which are busy.
 
     discovery.watch_models(endpoint.path) ──► cards_of ──► cards
-    present ──► admitted: ids ──► not cooling down: routable ──► not busy: free
+    present ──► admitted: ids ──► not cooling down, reached: routable ──► not busy: free
 
 A view never changes. Each of its `with_...` methods returns the view after one change, with the next version; or the
 very same view if nothing changes. `InstanceHealth` reduces all changes of a pool with them and pushes the result.
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from attrs import evolve, frozen
 
-from pipeline.network import Added, Ids, Members, Model, Removed, TaintsUpdated
+from pipeline.network import Added, Ids, Members, Model, Reach, Removed, TaintsUpdated
 from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.rx import Observable, ops
 
@@ -89,15 +89,25 @@ class PoolView:
     """Those that are busy because they refused a request: when that ends, in seconds of the loop's clock."""
     busy: AbstractSet[int] = _NO_IDS
     """The instances that are busy by their reports; also ids that are not present."""
+    reach: Reach = Reach()
+    """Which can be reached; also ids that are not present."""
     skips_cooling_down: bool = True
-    """Whether instances that cool down are not free; False where requests name their instance."""
+    """Whether instances that are not routable are not free; False where requests name their instance."""
     version: int = 0
     """Greater in each later view of a pool."""
 
     @cached_property
     def routable(self) -> Ids:
-        """Those that are not cooling down, in the order of `ids`."""
-        return tuple(i for i in self.ids if i not in self.cooling_down) if self.cooling_down else self.ids
+        """Those that are not cooling down and are connected, in the order of `ids`.
+
+        If none is, those to which a connection is being made: their requests wait for it. Never those that cannot be
+        reached.
+        """
+        ids = tuple(i for i in self.ids if i not in self.cooling_down) if self.cooling_down else self.ids
+        unconnected, unreachable = self.reach.unconnected, self.reach.unreachable
+        if not unconnected:
+            return ids
+        return tuple(i for i in ids if i not in unconnected) or tuple(i for i in ids if i not in unreachable)
 
     @cached_property
     def overloaded(self) -> AbstractSet[int]:
@@ -130,6 +140,10 @@ class PoolView:
             cooling_down=_only(self.cooling_down, kept),
             refused=_only(self.refused, kept),
         )
+
+    def with_reach(self, reach: Reach) -> PoolView:
+        """Return the view with these instances reached."""
+        return self if reach == self.reach else self._next(reach=reach)
 
     def with_cards(self, cards: PoolCards) -> PoolView:
         """Return the view with these cards."""

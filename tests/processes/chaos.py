@@ -74,7 +74,10 @@ class Chaos:
 
     async def kill_front_end(self) -> None:
         """`kill -9` of a front end; clients send to the others until it is back."""
-        front_end = self.rng.choice(self.world.in_rotation)
+        await self.restart_front_end(self.rng.choice(self.world.in_rotation))
+
+    async def restart_front_end(self, front_end: Program) -> None:
+        """The same of this one."""
         self.world.in_rotation.remove(front_end)
         self.killed.add((front_end.name, front_end.lives))
         front_end.kill()

@@ -73,3 +73,16 @@ async def test_a_killed_worker_is_registered_until_its_lease_ends(kind: str, tmp
             await chaos.only_the_living_are_registered()
         assert len(await world.living()) == 2
         assert chaos.load.not_exact() == []
+
+
+@KINDS
+async def test_a_front_end_that_starts_among_dead_workers_fails_no_request(kind: str, tmp_path: Path) -> None:
+    """Three times as many workers are announced and gone as are there, and as a request has attempts."""
+    with deployment(tmp_path, kind, router="kv" if kind == "nats" else "round-robin") as world:
+        async with under_load(world, SEED) as chaos:
+            async with world.dead_workers(12) as dead:
+                for front_end in world.front_ends:
+                    await chaos.restart_front_end(front_end)
+                    await anyio.sleep(2.0)
+                assert await world.registered() == dead | await world.living()
+            await chaos.only_the_living_are_registered()

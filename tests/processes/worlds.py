@@ -10,21 +10,19 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import cast
 
 import anyio
-from attrs import Factory, define, field, frozen
+from attrs import Factory, define, evolve, field, frozen
 
-from pipeline.network import Runtime
+from pipeline.network import EndpointId, Instance, Runtime
 from pipeline.network.tcp import TcpOptions
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "a-secret-of-the-tests"
-MIGRATION_LIMIT = 16
-"""Workers die here every second or so, and each is announced for a lease more: a request may meet all of them."""
 MODEL = "mock"
 START_TIMEOUT_S = 60.0
 """Seconds for a program to start while all others do, on a machine with two cores."""
@@ -236,6 +234,20 @@ class Deployment:
         async with Runtime.at(self.runtime, tcp=TcpOptions(token=TOKEN)) as runtime:
             return {each.instance_id for each in await runtime.discovery.instances(f"dynamo-{MODEL}/backend/generate")}
 
+    @asynccontextmanager
+    async def dead_workers(self, count: int) -> AsyncIterator[set[int]]:
+        """Announce so many workers, with cards as those that are there, at addresses that refuse; yield their ids."""
+        where = f"dynamo-{MODEL}/backend/generate"
+        transport = {"tcp": f"127.0.0.1:{free_port()}"}
+        async with Runtime.at(self.runtime, tcp=TcpOptions(token=TOKEN)) as runtime:
+            card = (await runtime.discovery.models(where))[0]
+            ids = set(range(1, count + 1))
+            for one in ids:
+                instance = evolve(Instance.of(EndpointId.parse(where), one), transport=transport)
+                await runtime.discovery.register(instance)
+                await runtime.discovery.register_model(evolve(card, instance_id=one))
+            yield ids
+
     def logs(self) -> Iterator[tuple[str, str]]:
         """Yield the name and the whole output of each program of ours."""
         for each in (*self.workers, *self.front_ends):
@@ -288,7 +300,7 @@ def deployment(
 
     def front_end(number: int) -> Program:
         port = free_port()
-        arguments = ["serve", "--port", str(port), "--router", router, "--migration-limit", str(MIGRATION_LIMIT)]
+        arguments = ["serve", "--port", str(port), "--router", router]
         return Program(
             f"front-end-{number}",
             penstock(*arguments),

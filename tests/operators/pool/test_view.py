@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, get_args
 
 import anyio
 import pytest
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from operators.pool import COOLDOWN, InstanceHealth, PoolView, WorkerLoads
 from pipeline import Disconnected, InvalidArgument, WorkerOverloaded
-from pipeline.network import Members
+from pipeline.network import Members, Reach
+from pipeline.network.requests import Connectivity
 from pipeline.protocols.kv import ActiveLoad
 from pipeline.rx import AnyIOScheduler, BehaviorSubject, Subject
 
@@ -97,6 +98,39 @@ def test_a_cooldown_does_not_make_busy_and_a_refusal_does_not_make_unroutable() 
     assert (view.routable, view.overloaded, view.free) == ((2, 3), {2, 3}, ())
 
 
+def reached(**states: Connectivity) -> Reach:
+    """These states, by `i` and the instance."""
+    reach = Reach()
+    for name, state in states.items():
+        reach = reach.with_state(int(name.removeprefix("i")), state)
+    return reach
+
+
+@pytest.mark.parametrize(
+    ("reach", "routable"),
+    [
+        (reached(), (1, 2, 3)),
+        (reached(i1="connected", i2="connecting", i3="unreachable"), (1,)),
+        (reached(i1="unreachable", i2="connecting", i3="unreachable"), (2,)),
+        (reached(i1="unreachable", i2="unreachable", i3="unreachable"), ()),
+        (reached(i9="unreachable"), (1, 2, 3)),
+    ],
+)
+def test_the_connected_are_routable_or_those_that_may_be_soon(reach: Reach, routable: tuple[int, ...]) -> None:
+    view = THREE.with_reach(reach)
+    assert (view.routable, view.free, view.ids) == (routable, routable, (1, 2, 3))
+
+
+def test_while_the_connected_cool_down_those_that_connect_are_routable() -> None:
+    view = THREE.with_reach(reached(i2="connecting", i3="unreachable")).with_cooldown(1, 0, 10.0)
+    assert (view.routable, view.at(10.0).routable) == ((2,), (1,))
+
+
+def test_where_requests_name_their_instance_what_is_not_reached_is_free() -> None:
+    view = PoolView(skips_cooling_down=False).with_members(Members.of({1: 0, 2: 1}))
+    assert view.with_reach(reached(i1="unreachable")).free == (1, 2)
+
+
 def test_where_requests_name_their_instance_cooling_down_is_free() -> None:
     view = PoolView(skips_cooling_down=False).with_members(Members.of({1: 0, 2: 1})).with_cooldown(1, 0, 10.0)
     assert (view.routable, view.free, view.with_busy({1}).free) == ((2,), (1, 2), (2,))
@@ -122,6 +156,7 @@ STEPS = st.one_of(
     st.tuples(st.sampled_from(["fault", "refusal", "readmit"]), st.integers(1, 4)),
     st.tuples(st.just("late"), st.integers(1, 4)),
     st.tuples(st.just("busy"), st.frozensets(st.integers(1, 4))),
+    st.tuples(st.just("reach"), st.tuples(st.integers(1, 4), st.sampled_from(get_args(Connectivity)))),
     st.tuples(st.just("time"), st.integers(0, 6)),
 )
 
@@ -135,6 +170,8 @@ class Model:
         self.faults: dict[int, tuple[int, float]] = {}
         self.refusals: dict[int, tuple[int, float]] = {}
         self.busy: AbstractSet[int] = frozenset()
+        self.states: dict[int, str] = {}
+        self.reach = Reach()
 
     def holds(self, ends: dict[int, tuple[int, float]], instance_id: int) -> bool:
         stay, until_s = ends.get(instance_id, (-1, 0.0))
@@ -142,7 +179,11 @@ class Model:
 
     def lists(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], set[int]]:
         ids = tuple(sorted(self.present))
-        routable = tuple(i for i in ids if not self.holds(self.faults, i))
+        well = [i for i in ids if not self.holds(self.faults, i)]
+        connected, connecting = (
+            tuple(i for i in well if self.states.get(i, "connected") == state) for state in ("connected", "connecting")
+        )
+        routable = connected or connecting
         busy = {i for i in ids if i in self.busy or self.holds(self.refusals, i)}
         return ids, routable, tuple(i for i in routable if i not in busy), busy
 
@@ -153,7 +194,7 @@ def test_a_view_is_what_the_plainest_model_is(steps: list[tuple[str, Any]]) -> N
     for what, value in steps:
         before = view
         until_s = model.now_s + 5
-        stay = model.present.get(value, -1) if what != "busy" else -1
+        stay = -1 if what in ("busy", "reach") else model.present.get(value, -1)
         if what == "join":
             model.present[value] = model.stays
             model.stays += 1
@@ -175,6 +216,10 @@ def test_a_view_is_what_the_plainest_model_is(steps: list[tuple[str, Any]]) -> N
         elif what == "busy":
             model.busy = value
             view = view.with_busy(value)
+        elif what == "reach":
+            model.states[value[0]] = value[1]
+            model.reach = model.reach.with_state(*value)
+            view = view.with_reach(model.reach)
         else:
             model.now_s += value
             view = view.at(model.now_s)
