@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 import anyio
@@ -17,7 +19,7 @@ from pipeline.errors import CannotConnect, InvalidMessage
 from pipeline.rx import AnyIOScheduler, DisposableBase
 
 from ..objects import READ_BYTES, ObjectName, Objects, name_of
-from .folder import Folder
+from .folder import Folder, open_regular
 from .folder_calls import FolderCalls, FolderOutage
 
 T = TypeVar("T")
@@ -60,7 +62,7 @@ class FileObjects(Objects):
         return name
 
     async def _copied(self, path: Path) -> ObjectName:
-        copy = _Copy(path, self._folder.new_part())
+        copy = _Copy(path, self._folder.new_part(), _open_file)
         try:
             name = await copy.run(of_source=self._run_outside, of_part=self._calls.run)
             await self._calls.run(partial(copy.part.replace, self._path(name)))
@@ -72,7 +74,7 @@ class FileObjects(Objects):
         source = self._path(name)
         if not await self._calls.run(source.exists):
             raise Unavailable(f"there is no object {name.sha256} in {self._folder.path}")
-        copy = _Copy(source, target.with_name(f".{target.name}.{self._folder.new_part().name}"))
+        copy = _Copy(source, target.with_name(f".{target.name}.{self._folder.new_part().name}"), _open_object)
         try:
             found = await copy.run(of_source=self._calls.run, of_part=self._run_outside)
             if found != name:
@@ -131,9 +133,9 @@ class FileObjects(Objects):
 class _Copy:
     """A file that is copied to a new one, `part`, and its name computed. After it has ended, there is no part."""
 
-    def __init__(self, source: Path, part: Path) -> None:
+    def __init__(self, source: Path, part: Path, opens: Callable[[Path], BinaryIO]) -> None:
         self.part = part
-        self._source = source
+        self._source, self._opens = source, opens
         self._files = ExitStack()
         self._reading: BinaryIO
         self._writing: BinaryIO
@@ -154,7 +156,7 @@ class _Copy:
         self.part.unlink(missing_ok=True)
 
     def _open_source(self) -> None:
-        self._reading = self._files.enter_context(self._source.open("rb"))
+        self._reading = self._files.enter_context(self._opens(self._source))
 
     def _open_part(self) -> None:
         self._writing = self._files.enter_context(self.part.open("xb"))
@@ -168,5 +170,18 @@ class _Copy:
         self._size_bytes += len(content)
 
 
+def _open_file(path: Path) -> BinaryIO:
+    return path.open("rb")
+
+
+def _open_object(path: Path) -> BinaryIO:
+    """Open a file of the folder. What else lies there, such as a pipe, could keep the thread for good."""
+    return os.fdopen(open_regular(path), "rb")
+
+
 def _has_size(path: Path, size_bytes: int) -> bool:
-    return path.is_file() and path.stat().st_size == size_bytes
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return S_ISREG(found.st_mode) and found.st_size == size_bytes

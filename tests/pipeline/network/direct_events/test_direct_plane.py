@@ -28,6 +28,7 @@ from pipeline.network.direct_events.channels import (
     channel_key,
     channel_prefix,
 )
+from pipeline.network.discovery import Written
 from pipeline.network.events import encode_event, encode_frame
 from pipeline.network.names import Instance, matches_prefix
 from pipeline.protocols.field_rules import U64
@@ -357,6 +358,55 @@ async def test_a_publisher_that_is_dropped_is_removed() -> None:
         await anyio.sleep(1)
         assert (here.events.outgoing.publishers, there.events.incoming.streams) == (0, 0)
         assert (await channels(made), here.events.outgoing.readers) == ([], 0)
+
+
+async def test_publishers_that_come_and_go_leave_nothing_at_their_readers() -> None:
+    async with processes(2) as (_, (here, there)):
+        kept, received = here.events.publisher(HERE, TOPIC), record(there)
+        await anyio.sleep(1)
+        kept.publish(Load(0))
+        for number in range(1, 30):
+            passing = here.events.publisher(HERE, TOPIC)
+            await anyio.sleep(0.1)
+            passing.publish(Load(number))
+            await anyio.sleep(0.1)
+            del passing
+            gc.collect()
+            await anyio.sleep(0.1)
+        assert blocks(received) == list(range(30))
+        (followed,) = there.events.incoming._followed.values()
+        (remote,) = followed._remotes.values()
+        assert len(remote.sequences._expected) == len(remote.publishers) == 1
+
+
+async def test_a_stop_ends_a_stream_of_events() -> None:
+    async with processes(2) as (_, (here, there)):
+        publisher, request = here.events.publisher(HERE, TOPIC), Context(ChannelRequest(HERE, TOPIC))
+        server = here.events.outgoing.server
+        assert server is not None
+        async with await there.requests.engine(server, EventBatch).generate(request) as stream:
+            assert (await stream.__anext__()).publishers == [PublisherState(publisher.publisher_id, 0)]
+            request.stop()
+            with anyio.fail_after(1):
+                assert await stream.collect() == []
+        assert here.events.outgoing.readers == 0
+
+
+async def test_a_publisher_dropped_while_it_is_being_registered_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with processes(1) as (made, (here,)):
+        create = here.store.create
+
+        async def create_slowly(key: str, value: bytes) -> Written:
+            await anyio.sleep(1)
+            return await create(key, value)
+
+        monkeypatch.setattr(here.store, "create", create_slowly)
+        publisher = here.events.publisher(HERE, TOPIC)
+        await anyio.sleep(0.5)
+        del publisher
+        gc.collect()
+        await anyio.sleep(1)
+        assert await made.store.entries() == {}
 
 
 async def test_a_publisher_that_is_made_again_has_another_id_and_begins_anew() -> None:

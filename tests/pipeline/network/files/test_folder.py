@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,10 @@ def folder(tmp_path: Path) -> Folder:
     made = Folder(tmp_path / "shared")
     made.make()
     return made
+
+
+def test_it_is_for_its_user_only(folder: Folder) -> None:
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
 
 
 def test_making_it_again_changes_nothing(folder: Folder) -> None:
@@ -85,6 +91,21 @@ def test_the_lock_keeps_others_out(folder: Folder) -> None:
         pass
     with other.locked():
         pass
+
+
+def test_a_lock_file_that_is_replaced_while_it_is_locked_locks_nothing(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+
+    def too_late(file: int, how: int) -> None:
+        (folder.path / "lock").unlink()
+        (folder.path / "lock").touch()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", too_late)
+    with pytest.raises(Busy), folder.locked():
+        pytest.fail("another process may have the new one")
 
 
 def test_leftovers_are_removed_by_age(folder: Folder) -> None:

@@ -470,6 +470,17 @@ async def test_a_key_deleted_while_a_renewal_waits_for_the_lock_stays_deleted(de
         assert await front_end.entries() == {"a/other": b"2"}
 
 
+async def test_a_view_that_comes_behind_a_later_one_takes_nothing_back(deployment: Deployment) -> None:
+    async with deployment.store() as store:
+        received, _ = record_watch(store)
+        before = store._index.view
+        await store.create("a/k", b"1")
+        await anyio.sleep(1)
+        store._show(before)
+        assert keys_of(received) == {"a/k": b"1"}
+        assert len(received) == 1
+
+
 async def test_a_closed_store_writes_nothing(deployment: Deployment) -> None:
     async with deployment.store() as store:
         await store.close()

@@ -71,6 +71,30 @@ async def test_a_damaged_object_is_refused_and_leaves_no_file(
     assert nothing_is_left(objects, tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+async def test_what_is_no_file_is_no_object(objects: FileObjects, source: Path, tmp_path: Path, kind: str) -> None:
+    name = await objects.put(source)
+    (place,) = stored(objects)
+    place.unlink()
+    _make(kind, place, source)
+    with anyio.fail_after(5), pytest.raises(Unavailable):
+        await objects.get(name, tmp_path / "target")
+    assert nothing_is_left(objects, tmp_path)
+    if kind != "folder":
+        assert await objects.put(source) == name
+        await objects.get(name, tmp_path / "target")
+        assert (tmp_path / "target").read_bytes() == CONTENT
+
+
+def _make(kind: str, place: Path, source: Path) -> None:
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "link":
+        place.symlink_to(source)
+    else:
+        place.mkdir()
+
+
 async def test_an_object_that_was_cut_is_put_again(objects: FileObjects, source: Path, tmp_path: Path) -> None:
     name = await objects.put(source)
     stored(objects)[0].write_bytes(CONTENT[:-1])
