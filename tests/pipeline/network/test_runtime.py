@@ -13,6 +13,7 @@ import pytest
 from pipeline import CannotConnect, Context, Disconnected, InvalidArgument, StreamClosed, Unavailable
 from pipeline.network import Runtime, Scope
 from pipeline.network.inprocess import InProcessEventPlane, InProcessRequestPlane, InProcessStore
+from pipeline.network.objects import InProcessObjects
 from pipeline.rx import AnyIOScheduler
 from pipeline.testing import OpenStreams, ScriptedEngine, Stall, Wait
 from tests.pipeline.network.worlds import (
@@ -123,6 +124,50 @@ async def test_leaving_is_orderly_though_discovery_fails(
     assert caplog.text.count("could not be unpublished") == 2
 
 
+@pytest.mark.parametrize("failing", ["v1/instances", "v1/mdc"])
+async def test_one_key_that_cannot_be_removed_does_not_keep_the_other(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Runtime.in_process() as runtime:
+        store, discovery = runtime._store, runtime.discovery
+        delete = store.delete
+
+        async def fails(key: str) -> None:
+            if key.startswith(failing):
+                raise Unavailable("no server")
+            await delete(key)
+
+        monkeypatch.setattr(store, "delete", fails)
+        await (await runtime.serve(WHERE, engine_of(), card=card("a"))).withdraw()
+        assert len([*await discovery.instances(), *await discovery.models()]) == 1
+        assert (await discovery.instances() == []) == (failing == "v1/mdc")
+
+
+class SlowToClose(InProcessObjects):
+    has_closed = False
+
+    async def close(self) -> None:
+        await anyio.sleep(1)
+        self.has_closed = True
+
+
+async def test_a_cancelled_block_closes_what_takes_a_moment() -> None:
+    rng, scheduler, objects = Random(3), AnyIOScheduler(), SlowToClose()
+    runtime = Runtime(
+        InProcessStore(scheduler, 10),
+        InProcessRequestPlane(),
+        InProcessEventPlane(lambda: 0, rng),
+        scheduler,
+        objects=objects,
+        rng=rng,
+    )
+    with anyio.CancelScope() as scope:
+        async with runtime:
+            scope.cancel()
+            await anyio.sleep_forever()
+    assert objects.has_closed
+
+
 async def test_runtimes_do_not_see_each_other() -> None:
     async with Runtime.in_process() as here, Runtime.in_process() as there:
         await here.serve(WHERE, engine_of(), instance_id=1)
@@ -190,6 +235,8 @@ async def test_an_instance_whose_card_is_refused_is_not_served() -> None:
         with pytest.raises(CannotConnect):
             await workers.engine(2).generate(Context(None))
         assert [model.card.display_name for model in await runtime.discovery.models()] == ["model-a"]
+        assert len(runtime.served) == 1
+        await runtime.serve(WHERE, engine_of(), card=card("model-a"), instance_id=2)
 
 
 async def test_a_card_comes_and_goes_with_its_instance() -> None:
@@ -208,9 +255,13 @@ async def test_a_card_comes_and_goes_with_its_instance() -> None:
 async def test_an_unpublished_instance_still_answers_callers_that_know_it(world: WorldKind) -> None:
     async with two_runtimes(world) as (runtime, caller):
         served = await runtime.serve(WHERE, engine_of("x"), instance_id=1)
-        called = caller.workers(WHERE).engine(1)
+        workers = caller.workers(WHERE)
+        called = workers.engine(1)
         await served.unpublish()
         assert await (await called.generate(Context(None))).collect() == ["x"]
+        await eventually(lambda: workers.instance_ids() == ())
+        with pytest.raises(CannotConnect, match="not found"):
+            await workers.engine(1).generate(Context(None))
 
 
 async def test_leaving_waits_for_running_requests(world: WorldKind, open_streams: OpenStreams) -> None:

@@ -163,13 +163,16 @@ async def test_a_stream_is_there_as_long_as_there_is_a_subscriber() -> None:
         publisher = here.events.publisher(HERE, TOPIC)
         received: list[Any] = []
         listening = [there.events.subscribe(HERE, TOPIC, Load).subscribe(received.append) for _ in range(2)]
+        losing = there.events.missed(HERE, TOPIC).subscribe(received.append)
         await anyio.sleep(1)
         listening[0].dispose()
         publisher.publish(Load(1))
         await anyio.sleep(1)
         assert (len(received), here.events.outgoing.readers) == (1, 1)
         listening[1].dispose()
+        losing.dispose()
         await anyio.sleep(1)
+        assert there.events.incoming._missed == {}
         assert (here.events.outgoing.readers, there.events.incoming.streams) == (0, 0)
         assert there.events.incoming.subscriptions == 0
 
