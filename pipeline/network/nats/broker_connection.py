@@ -157,12 +157,15 @@ class NatsConnection:
     # -- the connection's own task
 
     async def _run(self, scope: CancelScope, first: BrokerSession) -> None:
-        session = first
+        session, pause_s, now_s = first, self.options.reconnect_min_s, clock()
         try:
             with scope:
                 while True:
+                    begun_s = now_s()
                     await self._use(session)
-                    session = await self._connect_again()
+                    if now_s() - begun_s >= self.options.reconnect_max_s:  # not one that is lost each time
+                        pause_s = self.options.reconnect_min_s
+                    session, pause_s = await self._connect_again(pause_s)
                     self._set(session)
         finally:
             self._ended.set()
@@ -200,11 +203,12 @@ class NatsConnection:
             await anyio.sleep(pause_s)
             pause_s *= 2
 
-    async def _connect_again(self) -> BrokerSession:
-        pause_s, limit = self.options.reconnect_min_s, LogLimit(_log)
-        addresses = list(self._addresses)
+    async def _connect_again(self, pause_s: float) -> tuple[BrokerSession, float]:
+        """Return the next session, and the pause before an attempt after it. The first pause is up to `pause_s`."""
+        limit, addresses = LogLimit(_log), list(self._addresses)
         while True:
             await anyio.sleep(self.rng.uniform(0, pause_s))
+            pause_s = min(2 * pause_s, self.options.reconnect_max_s)
             self.rng.shuffle(addresses)
             for address in addresses:
                 try:
@@ -213,8 +217,7 @@ class NatsConnection:
                     limit.warning("%s", error)
                 else:
                     _log.warning("%s: connected again", address)
-                    return session
-            pause_s = min(2 * pause_s, self.options.reconnect_max_s)
+                    return session, pause_s
 
     async def _attempt(self, address: ServerAddress, timeout_s: float) -> BrokerSession:
         session = BrokerSession(address, self.options, self._dropped)

@@ -8,6 +8,7 @@ import logging
 import ssl
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 from time import monotonic
 
 import anyio
@@ -159,6 +160,28 @@ async def test_a_server_that_comes_back_is_found_and_nothing_stays_open(tmp_path
             await eventually(lambda: connection.sessions == restart + 1 and connection.is_connected)  # noqa: B023
         gc.collect()
         await eventually(lambda: (len(asyncio.all_tasks()), open_files()) == (tasks, files))
+        await connection.close()
+
+
+class Longest(Random):
+    def uniform(self, a: float, b: float) -> float:
+        return b
+
+
+async def test_a_server_that_drops_each_connection_is_asked_ever_later(
+    world: NatsWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost_at_once(session: BrokerSession) -> None:
+        session.lose("dropped")
+
+    async with AnyIOScheduler() as scheduler:
+        connection = NatsConnection(world.url, scheduler, QUICK, rng=Longest())
+        with monkeypatch.context() as dropping:
+            dropping.setattr(BrokerSession, "beat", lost_at_once)
+            await connection.open()
+            await anyio.sleep(2)
+            assert 3 <= connection.sessions <= 8, "pauses of 0.05, 0.1, 0.2, 0.4, 0.5, ... s"
+        await eventually(lambda: connection.is_connected)
         await connection.close()
 
 
