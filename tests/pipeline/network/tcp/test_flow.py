@@ -160,6 +160,24 @@ async def test_a_call_that_waits_for_credit_ends_at_once(how: str, open_streams:
         await stream.aclose()
 
 
+@pytest.mark.parametrize("how", ["end", "error", "close", "kill", "cancel"])
+async def test_a_call_that_has_ended_leaves_nothing(how: str, open_streams: OpenStreams) -> None:
+    endings: dict[str, list[Any]] = {"end": [], "error": [Fail(LookupError("broken"))]}
+    request = Context[Any](None)
+    async with pair() as world:
+        _, engine = await world.serve(ScriptedEngine([1, *endings.get(how, [Stall()])]))
+        with anyio.move_on_after(10), suppress(Unknown):
+            async with await engine.generate(request) as stream:
+                assert await stream.__anext__() == 1
+                if how == "kill":
+                    request.kill()
+                if how != "close":
+                    assert await stream.collect() == []
+        await settled()
+        assert (world.caller.open_calls, world.worker.open_calls) == (0, 0)
+        assert not request.control._watchers
+
+
 @pytest.mark.parametrize("kind", [framing.KILL, framing.CLOSE])
 async def test_what_waits_for_the_network_is_not_sent_after_a_kill(kind: int, open_streams: OpenStreams) -> None:
     async with pair() as world:
