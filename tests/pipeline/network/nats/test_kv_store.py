@@ -15,6 +15,8 @@ from pipeline import InvalidArgument
 from pipeline.errors import MessageTooLarge
 from pipeline.network.discovery import Gone, Put
 from pipeline.network.nats import NatsConnection, NatsStore
+from pipeline.network.nats.broker_messages import Delivered, Position
+from pipeline.network.nats.kv_watch import Delivery
 from pipeline.rx import AnyIOScheduler
 from tests.pipeline.network.nats.worlds import TTL_S, NatsWorld
 from tests.pipeline.network.test_store import (  # noqa: F401  # run here, with the fixtures below
@@ -146,6 +148,38 @@ async def test_what_others_put_into_the_bucket_never_ends_a_watch(
         assert "completed" not in received
         watching.dispose()
         assert other._connection.sessions == 1
+
+
+async def test_a_renewal_whose_answer_was_lost_keeps_the_key(world: NatsWorld) -> None:
+    async with world.store() as store:
+        await store.create("a/k", b"1")
+        store._leases._held["a/k"].sequence += 1000  # the number that the store knows is not the stored one
+        renewed = store.renewals
+        await eventually(lambda: store.renewals > renewed)
+        assert "a/k" in store._leases
+        assert await store.entries() == {"a/k": b"1"}
+
+
+@pytest.mark.parametrize(
+    ("message", "is_broken"),
+    [
+        (Delivered("s", b"", {}, Position(2, 5, 0)), False),
+        (Delivered("s", b"", {}, Position(3, 5, 0)), True),
+        (Delivered("s", b"", {}, Position(1, 5, 0)), True),
+        (Delivered("s", b"", {"Status": "100", "Nats-Last-Consumer": "1"}, is_control=True), False),
+        (Delivered("s", b"", {"Status": "100", "Nats-Last-Consumer": "2"}, is_control=True), True),
+        (Delivered("s", b"", {"Status": "409"}, is_control=True), True),
+    ],
+)
+async def test_a_reader_of_a_stream_notices_what_is_missing(message: Delivered, is_broken: bool) -> None:
+    taken: list[int] = []
+    delivery = Delivery(lambda _, position: taken.append(position.number))
+    delivery.receive(Delivered("s", b"", {}, Position(1, 4, 1)))
+    assert not delivery.is_complete
+    delivery.receive(message)
+    assert delivery.is_broken == is_broken
+    assert delivery.is_complete == (not is_broken)
+    assert taken == ([1, 2] if message.position == Position(2, 5, 0) else [1])
 
 
 @pytest.mark.slow
