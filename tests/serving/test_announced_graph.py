@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import anyio
@@ -14,7 +15,7 @@ from attrs import evolve
 
 from engines import DisaggregationMode
 from operators import KvPushRouter, ModelNotFound, PrefillRouter
-from pipeline import Disconnected, Unavailable
+from pipeline import Context, Disconnected, Unavailable
 from pipeline.network import EndpointId, Model, ObjectName
 from pipeline.network.discovery import Added
 from pipeline.network.objects import InProcessObjects
@@ -23,7 +24,7 @@ from pipeline.rx import Subject
 from pipeline.testing import ScriptedEngine
 from pipeline.wire import to_json
 from serving.deployment import RouterName, announced_set
-from serving.deployment.announced import OPEN_S
+from serving.deployment.announced import OPEN_S, Spread
 from serving.deployment.announced_set import BUILDS_MAX, KEPT_S
 from serving.deployment.routing import prefill_stage
 from serving.http import app
@@ -91,8 +92,10 @@ async def test_the_workers_of_a_model_share_its_requests(cluster: Cluster) -> No
 async def test_a_front_end_may_be_for_one_namespace(cluster: Cluster) -> None:
     await cluster.start("one")
     await cluster.start("two", worker={}, namespace="two")
+    await cluster.start("new", worker={}, namespace="two-new")
+    await cluster.start("twofold", worker={}, namespace="twofold")
     async with cluster.front(namespace="penstock-two") as opened:
-        assert await listed(app(opened.graph)) == ["two"]
+        assert sorted(await listed(app(opened.graph))) == ["new", "two"]
 
 
 # -- what comes and goes
@@ -207,7 +210,23 @@ async def test_a_request_goes_on_while_another_graph_takes_the_place_of_its_own(
             assert await answer(opened.graph, chat("hello")) == "<hello>"
             assert first_text(first) + await text_of(stream) == "hello"
         await anyio.sleep(KEPT_S + 1)
+        graphs = dict(opened.models.offers.switch.graphs)
+        await cluster.start("two")
+        await anyio.sleep(0.1)
+        assert opened.models.offers.switch.graphs["echo"] is graphs["echo"], "the end of the old graph is none of it"
         assert await answer(opened.graph, chat("hello")) == "<hello>"
+
+
+async def test_a_request_moves_on_among_the_workers_from_before_others_disagreed(cluster: Cluster) -> None:
+    workers = [await cluster.start(engine_args={"delay_s": "1"}) for _ in range(2)]
+    async with cluster.front() as opened, await opened.graph.generate(chat("hello")) as stream:
+        first = await anext(stream)
+        (busy,) = [one for one in workers if one.served is not None and one.served.running]
+        await cluster.start(worker={"custom_jinja_template": _template(cluster, "x")})
+        await anyio.sleep(0.1)
+        assert await listed(app(opened.graph)) == []
+        await cluster.kill(busy)
+        assert (first_text(first) + await text_of(stream)).startswith("hhello"), "the echo of another worker goes on"
 
 
 async def test_a_request_never_moves_to_a_worker_that_disagrees(cluster: Cluster) -> None:
@@ -554,6 +573,10 @@ async def test_a_model_in_two_namespaces_is_served_by_both_by_their_workers(clus
         assert await listed(service) == ["echo"]
         health_page = (await request_to(service, "/health", method="GET").run()).json
         assert {role: len(members) for role, members in health_page["roles"].items()} == {"aggregated": 4}
+        both = opened.models.offers.switch.graphs["echo"]
+        await cluster.start("two")
+        await anyio.sleep(0.1)
+        assert opened.models.offers.switch.graphs["echo"] is both, "it is no other because of another model"
         answers = [await answer(opened.graph, chat("hello")) for _ in range(80)]
         assert answers.count("<hello>") in range(10, 30)
         assert answers.count("hello") == 80 - answers.count("<hello>")
@@ -561,6 +584,28 @@ async def test_a_model_in_two_namespaces_is_served_by_both_by_their_workers(clus
             await cluster.end(worker)
         await anyio.sleep(0.1)
         assert [await answer(opened.graph, chat("hello")) for _ in range(5)] == ["<hello>"] * 5
+
+
+async def test_a_request_gets_an_error_of_its_graph_when_no_worker_is_left_to_weigh() -> None:
+    graphs = {name: ScriptedEngine([]) for name in ("a", "b")}
+    spread = Spread(graphs, [lambda: 0, lambda: -1], Random(1))
+    for _ in range(20):
+        async with await spread.generate(Context(None)) as stream:
+            assert await stream.collect() == []
+    assert all(each.requests for each in graphs.values())
+
+
+async def test_decode_workers_are_not_offered_while_the_prefill_workers_they_need_are_gone(cluster: Cluster) -> None:
+    await cluster.start(mode=DisaggregationMode.DECODE, **MOCK)
+    prefill = await cluster.start(mode=DisaggregationMode.PREFILL, **MOCK)
+    async with cluster.front() as opened:
+        service = app(opened.graph)
+        await anyio.sleep(0.1)
+        assert await listed(service) == ["echo"]
+        await cluster.end(prefill)
+        await anyio.sleep(0.1)
+        assert await listed(service) == []
+        assert (await http_chat(service, model="echo").run()).status == 503
 
 
 # -- what operators see

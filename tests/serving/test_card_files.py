@@ -119,6 +119,16 @@ async def test_the_oldest_files_make_room(objects: CountedObjects, folder: Path,
         await small.model(made)
 
 
+async def test_a_file_that_is_used_stays_longer(objects: CountedObjects, folder: Path, tmp_path: Path) -> None:
+    made = await card(folder, objects)
+    async with CardFiles(objects, {"XDG_CACHE_HOME": str(tmp_path)}) as opened:
+        await opened.model(made)
+        for path in cached(tmp_path):
+            os.utime(path, (1, 1))
+        await opened.model(made)
+        assert min(path.stat().st_mtime for path in cached(tmp_path)) > 1
+
+
 async def test_another_program_may_make_room_at_the_same_time(
     objects: CountedObjects, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
@@ -222,6 +232,14 @@ async def test_files_without_objects_are_refused(files: CardFiles, folder: Path)
     made = card_of(WorkerConfig(model_name=str(folder)), EngineConfig(model="m"))
     with pytest.raises(InvalidArgument, match="names no object"):
         await files.model(made)
+
+
+async def test_files_of_unknown_size_are_refused(files: CardFiles, objects: CountedObjects, folder: Path) -> None:
+    made = await card(folder, objects)
+    assert made.tokenizer is not None
+    unknown = evolve(made.tokenizer, file=evolve(made.tokenizer.file, size=None))
+    with pytest.raises(InvalidArgument, match="names no object"):
+        await files.model(evolve(made, tokenizer=unknown))
 
 
 async def test_a_kind_that_cannot_be_read_is_refused(files: CardFiles, objects: CountedObjects, folder: Path) -> None:

@@ -142,6 +142,8 @@ def test_a_program_has_more_time_to_end_than_it_needs_itself(sockets: Sockets) -
     worker, front = programs_of(plan, URL, environment, sockets)
     assert worker.end_s > 205
     assert front.end_s > 307
+    one_second_more = environment | {"PENSTOCK_HTTP_HAND_OVER_SECS": "8"}
+    assert programs_of(plan, URL, one_second_more, sockets)[1].end_s == front.end_s + 1
 
 
 @pytest.mark.parametrize(

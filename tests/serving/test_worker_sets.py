@@ -108,8 +108,8 @@ def test_a_message_stays_short_whatever_the_cards_hold() -> None:
 
 
 def test_prefill_workers_belong_to_the_decode_workers_of_their_namespace() -> None:
-    other = EndpointId("other", "prefill", "generate")
-    found = deployment_of([decode(1), prefill(2), prefill(3, other)])
+    others = [EndpointId("another", "prefill", "generate"), EndpointId("other", "prefill", "generate")]
+    found = deployment_of([decode(1), prefill(2), *(prefill(3, each) for each in others)])
     answering = found.answering[BACKEND]
     assert answering.prefill is not None
     assert [one.instance_id for one in answering.prefill.members] == [2]
@@ -121,6 +121,14 @@ def test_prefill_workers_may_be_at_any_component() -> None:
     answering = deployment_of([decode(1), prefill(2, elsewhere)]).answering[BACKEND]
     assert answering.prefill is not None
     assert answering.prefill.endpoint == elsewhere
+
+
+def test_of_two_sets_that_prefill_the_first_is_used_whichever_was_announced_first() -> None:
+    fast, slow = prefill(2, EndpointId("ns", "fast", "generate")), prefill(3, EndpointId("ns", "slow", "generate"))
+    for cards in ([decode(1), fast, slow], [slow, fast, decode(1)]):
+        used = deployment_of(cards).answering[BACKEND].prefill
+        assert used is not None
+        assert used.endpoint.component == "fast"
 
 
 def test_aggregated_workers_use_no_prefill_workers() -> None:

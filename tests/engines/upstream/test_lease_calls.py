@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,9 +12,9 @@ from attrs import define, evolve
 
 from engines import DisaggregationMode, LLMEngine, Peers, ShutdownTimes, Worker, WorkerConfig
 from engines.upstream import kv_connector
-from engines.upstream.lease_calls import limit_lease
+from engines.upstream.lease_calls import LeaseRest, limit_lease
 from engines.upstream.leases import Leases
-from pipeline import Annotated, AsyncEngine, Control, WorkerOverloaded
+from pipeline import Annotated, AsyncEngine, Control, WorkerOverloaded, function_engine
 from pipeline.errors import TransferFailed
 from pipeline.network import Runtime
 from pipeline.protocols import LLMEngineOutput, PrefillResult
@@ -129,6 +129,51 @@ async def test_the_wait_for_a_silent_prefill_worker_ends_with_the_request_or_soo
             with pytest.raises(TransferFailed):
                 await limit_lease(leases.find(written), written, leases, SilentPeers(), control)
     assert anyio.current_time() - begun_s == pytest.approx(0.5 if verb else 2.0)
+
+
+class OnePeer(SilentPeers):
+    """Peers all of which are one engine."""
+
+    def __init__(self, engine: AsyncEngine[Any, Any]) -> None:
+        self.one = engine
+
+    async def engine(self, address: str, item_type: type[Any]) -> AsyncEngine[Any, Any]:
+        return self.one
+
+
+class CountedControl(Control):
+    waiting = 0
+
+    def on_stop(self, callback: Callable[[], object]) -> Callable[[], None]:
+        forget = super().on_stop(callback)
+        self.waiting += 1
+
+        def forget_once() -> None:
+            self.waiting -= 1
+            forget()
+
+        return forget_once
+
+
+@pytest.mark.parametrize(("answered_s", "left_s"), [(10.0, 10.0), (1000.0, LEASE_S)])
+async def test_a_lease_never_becomes_longer_than_it_was(answered_s: float, left_s: float) -> None:
+    async def rest(_: Any) -> AsyncIterator[LeaseRest]:
+        yield LeaseRest(answered_s)
+
+    leases, written, control = Leases(LEASE_S), Leases(LEASE_S).begin("one", "ns/prefill/peers/1/0"), CountedControl()
+    lease = leases.find(written)
+    before_s = lease.ends_s
+    await limit_lease(lease, written, leases, OnePeer(function_engine(rest)), control)
+    assert lease.ends_s == (before_s if left_s == LEASE_S else pytest.approx(anyio.current_time() + left_s))
+    assert control.waiting == 0
+
+
+async def test_the_leases_of_this_process_are_known_without_a_call() -> None:
+    leases = Leases(LEASE_S)
+    written = leases.begin("one", "ns/prefill/peers/1/0")
+    begun_s = anyio.current_time()
+    await limit_lease(leases.find(written), written, leases, SilentPeers(), Control())
+    assert anyio.current_time() == begun_s
 
 
 async def test_an_offer_of_workers_without_peers_is_taken_as_before() -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from engines.upstream import of_generate
 from engines.upstream.sglang_answer import SglangAnswer
-from engines.upstream.streamed_answer import JOINED_MAX_TOKENS, StreamedAnswer, whole_events
+from engines.upstream.streamed_answer import JOINED_MAX_TOKENS, StreamedAnswer, checked_ids, join, whole_events
 from engines.upstream.token_answer import TokenAnswer
+from pipeline.errors import InvalidMessage
 from pipeline.protocols import FinishReason, LLMEngineOutput
 from pipeline.wire import SSEDecoder
 
@@ -136,3 +137,18 @@ def test_the_end_of_an_answer_is_found_in_each_of_its_forms(done: bytes, is_alon
     outputs = [*answer.feed(events), *answer.feed(done)] if is_alone else [*answer.feed(events + done)]
     assert [token for output in outputs for token in output.token_ids] == [100, 101]
     assert answer.is_done
+
+
+def test_nothing_is_joined_to_what_ended_a_choice() -> None:
+    last = LLMEngineOutput(token_ids=[1], finish_reason=FinishReason.LENGTH)
+    outputs = [last]
+    join(outputs, LLMEngineOutput(token_ids=[2]))
+    assert [each.token_ids for each in outputs] == [[1], [2]]
+    assert outputs[0].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**32], [True], [1.0], ["1"], None, {}])
+def test_what_are_no_token_ids_is_refused(ids: Any) -> None:
+    assert checked_ids([0, 2**32 - 1]) == [0, 2**32 - 1]
+    with pytest.raises(InvalidMessage, match="token ids are"):
+        checked_ids(ids)

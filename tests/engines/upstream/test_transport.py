@@ -163,6 +163,30 @@ async def test_what_is_behind_an_answer_is_never_that_of_the_next_request(behind
         assert len(server.lines) == 2
 
 
+async def test_what_comes_while_a_connection_is_kept_is_never_the_answer_to_the_next_request() -> None:
+    """As servers do that end a connection nobody uses."""
+    said: list[bool] = []
+
+    async def script(line: Line, received: Received) -> None:
+        await line.wire.send(WHOLE)
+        if not said:
+            await anyio.sleep(1)
+            await line.wire.send(b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\n\r\n")
+            said.append(True)
+
+    async def dial() -> Plugged:
+        plugged = await server.dial()
+        plugged.has_ended = lambda: bool(said) and len(server.lines) == 1
+        return plugged
+
+    async with scripted(script) as (server, transport):
+        transport._network = Network(dial)
+        assert await parts(transport, request()) == [b"ok"]
+        await anyio.sleep(2)
+        assert await parts(transport, request()) == [b"ok"]
+        assert (len(server.lines), server.open) == (2, 1)
+
+
 async def test_a_transport_that_is_closed_ends_open_requests_and_sends_none_again() -> None:
     async def script(line: Line, received: Received) -> None:
         if len(server.received) == 1:

@@ -175,6 +175,16 @@ async def test_kill_ends_all_at_once_also_during_an_orderly_end() -> None:
     assert machine.events[-1][0] == 15
 
 
+async def test_kill_alone_is_an_end_too() -> None:
+    machine = Machine()
+    async with running(machine, WORKER, FRONTEND) as group:
+        await anyio.sleep(10)
+        group.kill()
+        await anyio.sleep(30)
+        assert len(machine.times_of("worker-1", "start")) == 1
+        assert machine.times_of("worker-1", "killed") == [10]
+
+
 async def test_a_cancellation_leaves_no_program() -> None:
     machine = Machine()
     with anyio.move_on_after(10):
