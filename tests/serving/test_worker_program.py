@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import anyio
@@ -20,16 +21,27 @@ from serving.frontend import Host
 from serving.settings import ServerOptions
 from serving.worker_program import host_announced_worker
 
+BOTH_LOOPS = pytest.mark.parametrize("use_uvloop", [False, True] if find_spec("uvloop") else [False])
+AFTER: list[Callable[[], object]] = []
+"""Called once the engine has started."""
 BEFORE: list[Callable[[], object]] = []
 """Called by the factory, which then returns without letting the loop run."""
 
 
 class Noted(EchoEngine):
-    starts = 0
+    starts = ends = 0
 
     async def start(self, worker_id: int) -> Any:
         Noted.starts += 1
         return await super().start(worker_id)
+
+    async def background(self) -> None:
+        await anyio.sleep(0.1)
+        for each in AFTER:
+            each()
+
+    async def cleanup(self) -> None:
+        Noted.ends += 1
 
 
 def factory() -> EchoEngine:
@@ -41,9 +53,10 @@ def factory() -> EchoEngine:
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    Noted.starts = 0
+    Noted.starts = Noted.ends = 0
     yield
     BEFORE.clear()
+    AFTER.clear()
     signal.set_wakeup_fd(-1)
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -51,10 +64,12 @@ def handlers() -> Iterator[None]:
 
 def host_of(watch: ProcessWatch) -> Host:
     options = commands["worker"].settle({}, {}).made(ServerOptions)
-    return Host(GraphConfig(engine=f"{__name__}:factory"), {}, watch, options)
+    return Host(
+        GraphConfig(engine=f"{__name__}:factory"), {"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0"}, watch, options
+    )
 
 
-def run(main: Callable[[Host], Any]) -> list[int]:
+def run(main: Callable[[Host], Any], use_uvloop: bool) -> list[int]:
     """Run the program to its end; return the exit codes of its watch."""
     codes: list[int] = []
     with ProcessWatch(5.0, exit=codes.append) as watch:
@@ -63,28 +78,24 @@ def run(main: Callable[[Host], Any]) -> list[int]:
             with anyio.fail_after(10):
                 await main(host_of(watch))
 
-        anyio.run(bounded)
+        anyio.run(bounded, backend_options={"use_uvloop": use_uvloop})
     return codes
 
 
+@BOTH_LOOPS
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_a_factory_blocks_the_loop_ends_the_program(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, use_uvloop: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served: list[object] = []
     monkeypatch.setattr(Runtime, "serve", lambda *values, **_: served.append(values))
     BEFORE.append(lambda: os.kill(os.getpid(), number))
-    assert run(host_announced_worker) == []
+    assert run(host_announced_worker, use_uvloop) == []
     assert (Noted.starts, served) == (0, [])
 
 
-def test_a_signal_between_the_factory_and_the_worker_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve = Runtime.serve
-
-    async def signalled(self: Runtime, *values: Any, **fields: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return await serve(self, *values, **fields)
-
-    monkeypatch.setattr(Runtime, "serve", signalled)
-    assert run(host_announced_worker) == []
-    assert Noted.starts == 0
+@BOTH_LOOPS
+def test_one_signal_ends_a_worker_in_order(use_uvloop: bool) -> None:
+    AFTER.append(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert run(host_announced_worker, use_uvloop) == []
+    assert (Noted.starts, Noted.ends) == (1, 1)
