@@ -28,9 +28,11 @@ def made(name: str) -> LLMEngine:
 
 
 @asynccontextmanager
-async def between_processes(engine: LLMEngine, held: list[Any]) -> AsyncIterator[AsyncEngine[Any, Any]]:
-    """The engine, as a caller in another process has it."""
-    async with pair(NARROW) as world, as_engine(engine) as local:
+async def between_processes(
+    engine: LLMEngine, held: list[Any], join_max: int = 1
+) -> AsyncIterator[AsyncEngine[Any, Any]]:
+    """The engine, as a caller in another process has it that reads up to so many waiting tokens as one item."""
+    async with pair(evolve(NARROW, join_max_tokens=join_max)) as world, as_engine(engine) as local:
         serving, remote = await world.serve(local, KIND)
         held[:] = [serving]
         yield remote
@@ -38,15 +40,16 @@ async def between_processes(engine: LLMEngine, held: list[Any]) -> AsyncIterator
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("join_max", [1, 7, 256])
 @pytest.mark.parametrize("name", ["echo", "mock"])
-async def test_an_engine_of_another_process_holds_the_contract(name: str) -> None:
+async def test_an_engine_of_another_process_holds_the_contract(name: str, join_max: int) -> None:
     held: list[Any] = []
     await check_engine(
-        lambda: between_processes(made(name), held),
+        lambda: between_processes(made(name), held, join_max),
         request=REQUEST,
         bad_request=BAD,
         open_count=lambda _: held[0].running,
-        compared=lambda items: [item.data.token_ids for item in items],
+        compared=lambda items: [token_id for item in items for token_id in item.data.token_ids],
         settle_s=1.0,
     )
 
