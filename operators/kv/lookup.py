@@ -25,7 +25,8 @@ from pipeline.rx import CompositeDisposable, Disposable, DisposableBase, Observa
 
 from .config import KvRouterConfig
 from .events import Counted, EventFeed, Recover
-from .index import KvIndex, Overlap, PredictedIndex, deepest
+from .index import KvIndex, Overlap, PredictedIndex
+from .numbers import Matches, RankNumbers, deepest
 from .prompt import PromptBlocks
 from .types import WorkerRank
 
@@ -37,13 +38,14 @@ IndexKind = Literal["events", "approximate"]
 """How the router knows what a rank has cached: by its KV events, or by what was routed there."""
 
 _NO_WORKERS: AbstractSet[int] = frozenset()
+_NOTHING = Matches((), ())
 
 
 class PrefixLookup:
     """The cached prefixes of one router's workers, and how their prompts are cut into blocks. See the module.
 
     `recover` requests lost events from a worker; without it every rank begins with what arrives. `on_event` is called
-    with the type of each event and what became of it.
+    with the type of each event and what became of it. `numbers` are those of the router's load book.
     """
 
     def __init__(
@@ -54,21 +56,23 @@ class PrefixLookup:
         is_eagle: bool = False,
         recover: Recover | None = None,
         on_event: Counted | None = None,
+        numbers: RankNumbers | None = None,
     ) -> None:
+        numbers = RankNumbers() if numbers is None else numbers
         self.block_size_tokens, self.is_eagle = block_size_tokens, is_eagle
         self.has_index = config.has_index
         self.feed = None
         if config.has_index and config.use_kv_events:
-            self.feed = EventFeed(KvIndex(), recover or _keeps_nothing, counted=on_event)
-        self._predicted = None if self.feed is None else _routed(config, config.router_predicted_ttl_secs)
-        self._approximate = _routed(config, config.router_ttl_secs) if config.has_index else None
+            self.feed = EventFeed(KvIndex(numbers=numbers), recover or _keeps_nothing, counted=on_event)
+        self._predicted = None if self.feed is None else _routed(config, config.router_predicted_ttl_secs, numbers)
+        self._approximate = _routed(config, config.router_ttl_secs, numbers) if config.has_index else None
         self._without_events = _NO_WORKERS
         self._ranks: Mapping[int, range] = {}
         self._is_followed = self._has_warned = False
 
     def find(self, blocks: PromptBlocks, now_s: float) -> Overlap:
         """The device blocks of each rank that has some."""
-        scores: dict[WorkerRank, int] = {}
+        scores = _NOTHING
         if self.feed is not None:
             if self.feed.is_stalled:
                 self._warn_of_stall()
@@ -77,7 +81,7 @@ class PrefixLookup:
             scores = deepest(scores, self._predicted.find_matches(blocks.local_hashes, now_s))
         if self._approximate is not None and (self._without_events or self.feed is None):
             scores = deepest(scores, self._approximate.find_matches(blocks.local_hashes, now_s))
-        return Overlap(device=scores) if scores else Overlap()
+        return Overlap(device=scores) if scores.groups else Overlap()
 
     def kind_of(self, worker_id: int) -> IndexKind:
         """Return how the router knows what this worker has cached."""
@@ -174,10 +178,12 @@ class PrefixLookup:
             _log.warning("KV events are kept and not applied while KvRouter.run does not run: start it in a task")
 
 
-def _routed(config: KvRouterConfig, ttl_s: float | None) -> PredictedIndex | None:
+def _routed(config: KvRouterConfig, ttl_s: float | None, numbers: RankNumbers) -> PredictedIndex | None:
     """Return an index of what was routed; None without a time to live."""
+    if ttl_s is None:
+        return None
     limit_blocks, pruned_share = config.router_max_tree_size, config.router_prune_target_ratio
-    return None if ttl_s is None else PredictedIndex(ttl_s, limit_blocks=limit_blocks, pruned_share=pruned_share)
+    return PredictedIndex(ttl_s, limit_blocks=limit_blocks, pruned_share=pruned_share, numbers=numbers)
 
 
 async def _keeps_nothing(rank: WorkerRank, first_id: int | None) -> RecoveryReply | None:

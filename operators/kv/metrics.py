@@ -24,8 +24,9 @@ from pipeline import Context
 from pipeline.protocols import RequestPhase, RequestTracker
 from pipeline.telemetry import Buckets, Instrument, Metrics, OpenSpan
 
+from .decision import Decision
 from .errors import LimitKind, QueueRejected
-from .selection import Decision, WorkerType
+from .selection import WorkerType
 from .types import DEFAULT_CLASS
 
 Step = Literal["block_hashing", "seq_hashing", "indexer_find_matches", "scheduling"]

@@ -34,11 +34,11 @@ from pipeline.telemetry import annotate
 
 from ..pool import Next, Output, assign_worker
 from ..records import shallow_copy
+from .decision import Decision
 from .metrics import RequestMeter, RouterMetrics, span_below
 from .request import RouteRequest, hash_beside_the_loop
 from .reservation import Reservation, ends_badly
 from .router import KvRouter
-from .selection import Decision
 from .sessions import Claimed, Entered, Sessions, check_explicit, session_id_of
 from .types import WorkerRank
 

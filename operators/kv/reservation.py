@@ -19,6 +19,7 @@ from pipeline import Annotated
 from pipeline.loop import clock
 from pipeline.protocols import LLMEngineOutput
 
+from .decision import Decision
 from .load import (
     EXPIRY_S,
     ActiveRequest,
@@ -30,7 +31,7 @@ from .load import (
     SequenceLoad,
 )
 from .metrics import RequestMeter
-from .selection import Decision
+from .numbers import RankNumbers
 
 _log = logging.getLogger(__name__)
 
@@ -134,11 +135,13 @@ class LoadBook:
     """What is in flight on every rank: the reservations of one router and, with `peers`, of its replicas.
 
     For one loop. `expiry_s` is when a reservation that was not released is given up. `on_room` is called when a prompt
-    was computed or a request ended here.
+    was computed or a request ended here. `numbers` are those of the router's index.
     """
 
-    def __init__(self, *, expiry_s: float = EXPIRY_S, peers: ReplicaSync | None = None) -> None:
-        self.sequences = ActiveSequences(expiry_s)
+    def __init__(
+        self, *, expiry_s: float = EXPIRY_S, peers: ReplicaSync | None = None, numbers: RankNumbers | None = None
+    ) -> None:
+        self.sequences = ActiveSequences(expiry_s, RankNumbers() if numbers is None else numbers)
         self.clock = loop_clock()
         self.peers = peers
         self.now_s = self.clock if peers is None else self._now_s

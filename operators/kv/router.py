@@ -28,18 +28,21 @@ from pipeline.rx import CompositeDisposable, DisposableBase
 
 from ..pool import PoolViews
 from .config import KvRouterConfig, raise_problems
+from .decision import Decision, Prompt
 from .eligibility import Candidates, RoutingRules
 from .events import Counted, Recover
 from .index import CandidateOverlap, Overlap
 from .load import EXPIRY_S, SWEEP_EVERY_S, PotentialLoad, ReplicaSync, SequenceLoad, tracking_hashes
 from .lookup import KvEvents, PrefixLookup
 from .metrics import UNTIMED, RoutingSteps
+from .numbers import RankNumbers
 from .pool import RouterPool
 from .prompt import LazySequenceHashes, PromptBlocks
 from .queue import OVERLAP_REFRESH_AFTER, AdmissionController, DepthTier, PolicyProfile, PromptSize, QueuedRequest
 from .request import RouteRequest, with_shared_hashes
 from .reservation import LoadBook, Reservation
-from .selection import Decision, Prompt, WorkerSelector, WorkerType, select_worker
+from .search import FEW_CANDIDATES, cheapest_of_many
+from .selection import WorkerSelector, WorkerType, select_worker
 from .sessions import Sessions
 from .types import RequestSettings, WorkerRank
 
@@ -248,9 +251,14 @@ class KvRouter:
         hashes: Sequence[int],
         now_s: float,
     ) -> Decision:
-        loads = self.loads.sequences.project(hashes, candidates.ranks, now_s)
+        sequences, rng = self.loads.sequences, self.selector.rng
+        loads = sequences.field(hashes, candidates.ranks, now_s)
         prompt = Prompt(len(request.blocks.token_ids), self.block_size_tokens)
-        return select_worker(prompt, candidates, overlap, loads, settings, self.selector.rng, self.worker_type)
+        if len(candidates.ranks) > FEW_CANDIDATES:
+            found = cheapest_of_many(prompt, candidates, overlap, sequences, loads, settings, rng, self.worker_type)
+            if found is not None:
+                return found
+        return select_worker(prompt, candidates, overlap, loads.columns(), settings, rng, self.worker_type)
 
     def _place(self, queued: QueuedRequest, must_refresh: bool) -> Reservation:
         """Select a worker and book the request there."""
@@ -332,8 +340,11 @@ def kv_router(
     config = KvRouterConfig() if config is None else config
     check_router(config, block_size_tokens, prefill_duration=prefill_duration, profile=profile, peers=peers)
     pool = RouterPool(workers, health)
-    loads = LoadBook(expiry_s=expiry_s, peers=peers)
-    lookup = PrefixLookup(config, block_size_tokens, is_eagle=is_eagle, recover=recover, on_event=on_event)
+    numbers = RankNumbers()
+    loads = LoadBook(expiry_s=expiry_s, peers=peers, numbers=numbers)
+    lookup = PrefixLookup(
+        config, block_size_tokens, is_eagle=is_eagle, recover=recover, on_event=on_event, numbers=numbers
+    )
     classes = profile or PolicyProfile.from_config(config)
     return KvRouter(
         pool,

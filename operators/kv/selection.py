@@ -37,32 +37,19 @@ from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Literal
 
-from attrs import Factory, define, field, frozen
+from attrs import define, field
 
 from pipeline import InvalidArgument, Unavailable
 from pipeline.protocols import RouterConfigOverride
 
 from .config import KvRouterConfig
+from .decision import Decision, Judged, Prompt
 from .eligibility import Candidates
 from .index import CandidateOverlap, Overlap, in_tokens
 from .load import Column, RankLoads
-from .types import PlacementRule, RequestSettings, WorkerRank
+from .types import PlacementRule, RequestSettings
 
 WorkerType = Literal["aggregated", "prefill", "decode"]
-
-
-@frozen
-class Prompt:
-    """The prompt of a request, as its worker has to compute it."""
-
-    isl_tokens: int
-    """Its length, in tokens."""
-    block_size_tokens: int
-    """The worker's KV block size."""
-    blocks: int = field(
-        init=False, default=Factory(lambda self: -(-self.isl_tokens // self.block_size_tokens), takes_self=True)
-    )
-    """The blocks it fills, the last one perhaps in part."""
 
 
 def costs(
@@ -202,83 +189,30 @@ Rule = Callable[[Prompt, CandidateOverlap, RankLoads, RequestSettings, WorkerTyp
 RULES: Mapping[PlacementRule, Rule] = {"cost": costs, "expected_delay": delays}
 
 
-@frozen
-class CandidateReport:
-    """What one candidate was judged by."""
+def load_weights(prompt: Prompt, settings: RequestSettings) -> tuple[float, float, float]:
+    """What a prompt token in flight, a held block and a request add at least to the cost of a rank that was idle.
 
-    rank: WorkerRank
-    cost: float
-    overlap_blocks: float
-    active_prefill_tokens: int
-    active_decode_blocks: int
-    additional_blocks: int
-    active_requests: int
-
-
-@frozen(eq=False)
-class Decision:
-    """The chosen rank and why.
-
-    `overlap_blocks` are on its device, `effective_overlap_blocks` and `cached_tokens` count lower tiers at their
-    weight; `best_available_overlap_blocks` is the most any candidate had on its device, the chosen one included.
-    `margin` is how much dearer the cheapest other candidate is, below 0 if the temperature let a dearer one win, None
-    if there is no other. Costs are in blocks, or in the unit of the rule in `placement`.
+    Holds for the placement of the settings where prompts are tracked and credit neither decays nor exceeds 1.
     """
+    if settings.placement == "expected_delay":
+        return 1.0, HELD * prompt.block_size_tokens, REQUEST_TOKENS
+    return settings.prefill_load_scale / prompt.block_size_tokens, 1.0, settings.decode_active_request_weight
 
-    rank: WorkerRank
-    cost: float
-    margin: float | None
-    overlap_blocks: float
-    best_available_overlap_blocks: float
-    effective_overlap_blocks: float
-    cached_tokens: int
-    prompt: Prompt
-    ranks: Sequence[WorkerRank] = field(repr=False)
-    costs: Sequence[float] = field(repr=False)
-    loads: RankLoads = field(repr=False)
-    overlap: Overlap = field(repr=False)
-    placement: PlacementRule = "cost"
 
-    @property
-    def chosen(self) -> CandidateReport:
-        """What the chosen one was judged by."""
-        return self._report(self.ranks.index(self.rank))
-
-    def report(self) -> list[CandidateReport]:
-        """What every candidate was judged by, in order of rank."""
-        return [self._report(position) for position in range(len(self.ranks))]
-
-    def attributes(self) -> Mapping[str, float | str]:
-        """The reasons, for a span: numbers, and the name of the rule."""
-        chosen = self.chosen
-        reasons: dict[str, float | str] = {
-            "placement": self.placement,
-            "worker_id": self.rank.worker_id,
-            "dp_rank": self.rank.dp_rank,
-            "candidates": len(self.ranks),
-            "cost": self.cost,
-            "overlap_blocks": self.overlap_blocks,
-            "best_available_overlap_blocks": self.best_available_overlap_blocks,
-            "effective_overlap_blocks": self.effective_overlap_blocks,
-            "prompt_blocks": self.prompt.blocks,
-            "active_prefill_tokens": chosen.active_prefill_tokens,
-            "active_decode_blocks": chosen.active_decode_blocks,
-            "additional_blocks": chosen.additional_blocks,
-            "active_requests": chosen.active_requests,
-        }
-        return reasons if self.margin is None else {**reasons, "margin": self.margin}
-
-    def _report(self, position: int) -> CandidateReport:
-        rank, loads = self.ranks[position], self.loads
-        return CandidateReport(
-            rank,
-            self.costs[position],
-            self.overlap.device.get(rank, 0),
-            loads.prefill_tokens[position],
-            loads.decode_blocks[position],
-            loads.additional_blocks[position],
-            loads.requests[position],
-        )
+def judge(
+    prompt: Prompt,
+    candidates: Candidates,
+    overlap: Overlap,
+    loads: RankLoads,
+    settings: RequestSettings,
+    worker_type: WorkerType = "aggregated",
+) -> Judged:
+    """All candidates by the rule of the settings; `loads` are theirs, in their order."""
+    seen = CandidateOverlap(overlap, candidates.zero_by_rank)
+    column = RULES[settings.placement](prompt, seen, loads, settings, worker_type)
+    if candidates.multipliers is not None:
+        column = [cost * multiplier for cost, multiplier in zip(column, candidates.multipliers, strict=True)]
+    return Judged(column, loads, seen.device)
 
 
 def select_worker(
@@ -299,27 +233,22 @@ def select_worker(
         raise InvalidArgument("must have at least one token", field="token_ids")
     if not candidates.ranks:
         raise Unavailable("no worker can take this request")
-    seen = CandidateOverlap(overlap, candidates.zero_by_rank)
-    column = RULES[settings.placement](prompt, seen, loads, settings, worker_type)
-    if candidates.multipliers is not None:
-        column = [cost * multiplier for cost, multiplier in zip(column, candidates.multipliers, strict=True)]
-    position = pick(column, settings.temperature, rng)
+    judged = judge(prompt, candidates, overlap, loads, settings, worker_type)
+    position = pick(judged.costs, settings.temperature, rng)
     rank = candidates.ranks[position]
     effective_blocks = overlap.effective_blocks(rank, settings)
     return Decision(
         rank,
-        column[position],
-        _margin(column, position),
-        seen.device[position],
-        seen.best_device,
+        judged.costs[position],
+        judged.device[position],
+        max(judged.device),
         effective_blocks,
         in_tokens(effective_blocks, prompt.block_size_tokens),
         prompt,
         candidates.ranks,
-        column,
-        loads,
         overlap,
         settings.placement,
+        lambda: judged,
     )
 
 
@@ -371,11 +300,3 @@ def _sample(weights: Sequence[float], sample: float) -> int:
         if so_far >= share:
             return position
     return len(weights) - 1
-
-
-def _margin(costs: Sequence[float], position: int) -> float | None:
-    others = [*costs[:position], *costs[position + 1 :]]
-    if not others:
-        return None
-    # Two infinite costs are equal; their difference would be no number.
-    return 0.0 if (next_best := min(others)) == costs[position] else next_best - costs[position]

@@ -9,7 +9,7 @@ from .block_run import (
     ParentBlockNotFound,
 )
 from .overlap import CandidateOverlap, Overlap, in_tokens
-from .predicted import PredictedIndex, deepest
+from .predicted import PredictedIndex
 from .prefix_index import KvIndex, Outcome
 
 __all__ = [
@@ -24,6 +24,5 @@ __all__ = [
     "Overlap",
     "ParentBlockNotFound",
     "PredictedIndex",
-    "deepest",
     "in_tokens",
 ]

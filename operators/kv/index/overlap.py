@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import floor
 
-from attrs import define, field, frozen
+from attrs import Factory, define, field, frozen
 
+from ..numbers import Matches
 from ..types import RequestSettings, WorkerRank
 
 Blocks = Mapping[WorkerRank, float]
@@ -75,17 +76,17 @@ class CandidateOverlap:
 
     overlap: Overlap
     zero_by_rank: Mapping[WorkerRank, float]
-    device: Sequence[float] = field(init=False)
+    device: Sequence[float] = field(default=Factory(lambda self: self.column(self.overlap.device), takes_self=True))
     best_device: float = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.device = self.column(self.overlap.device)
         self.best_device = max(self.device, default=0)
 
     def column(self, tier: Blocks) -> list[float]:
         """The blocks of a tier."""
         # Joining two dicts hashes no rank anew, which looking up hundreds of them would. Strangers come last.
-        return list({**self.zero_by_rank, **tier}.values())[: len(self.zero_by_rank)]
+        known = tier.by_rank() if isinstance(tier, Matches) else tier
+        return list({**self.zero_by_rank, **known}.values())[: len(self.zero_by_rank)]
 
     def with_lower_tiers(self, column: Sequence[float], settings: RequestSettings) -> list[float]:
         """The column with the blocks below the device added, at their weights."""

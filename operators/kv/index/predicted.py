@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from pipeline import InvalidArgument
 
+from ..numbers import Matches, RankNumbers
 from ..types import WorkerRank
 from .block_run import IndexerDroppedRequest
 from .prefix_index import KvIndex
@@ -35,7 +36,12 @@ class PredictedIndex:
     """
 
     def __init__(
-        self, ttl_s: float = TTL_S, *, limit_blocks: int = LIMIT_BLOCKS, pruned_share: float = PRUNED_SHARE
+        self,
+        ttl_s: float = TTL_S,
+        *,
+        limit_blocks: int = LIMIT_BLOCKS,
+        pruned_share: float = PRUNED_SHARE,
+        numbers: RankNumbers | None = None,
     ) -> None:
         if not (math.isfinite(ttl_s) and ttl_s >= 0):
             raise InvalidArgument(f"must be a finite number not below 0, got {ttl_s}", field="ttl_s")
@@ -43,7 +49,7 @@ class PredictedIndex:
             raise InvalidArgument(f"must be from 0 to 1, got {pruned_share}", field="pruned_share")
         self._ttl_s, self._limit_blocks, self._pruned_share = ttl_s, limit_blocks, pruned_share
         self.held_blocks = 0
-        self._index = KvIndex(moves=False)
+        self._index = KvIndex(moves=False, numbers=numbers)
         # The last block of each prompt and the step at which it expires, in that order. That is enough: a block stays
         # as long as some prompt that goes through it.
         self._ends: OrderedDict[tuple[WorkerRank, int], int] = OrderedDict()
@@ -70,7 +76,7 @@ class PredictedIndex:
         self._ends.move_to_end(end)
         self._prune()
 
-    def find_matches(self, local_hashes: Sequence[int], now_s: float) -> dict[WorkerRank, int]:
+    def find_matches(self, local_hashes: Sequence[int], now_s: float) -> Matches:
         """`KvIndex.find_matches`, of what has not expired by now."""
         self.expire(now_s)
         return self._index.find_matches(local_hashes)
@@ -112,10 +118,3 @@ class PredictedIndex:
 def _steps(time_s: float) -> float:
     """The time in steps; without the rounding 0.3 s would be a little less than three."""
     return round(time_s / STEP_S, 6)
-
-
-def deepest(scores: dict[WorkerRank, int], predicted: dict[WorkerRank, int]) -> dict[WorkerRank, int]:
-    """For each rank the deeper of what it holds and what it is predicted to hold."""
-    if not scores or not predicted:
-        return scores or predicted
-    return scores | {rank: depth for rank, depth in predicted.items() if depth > scores.get(rank, 0)}

@@ -21,13 +21,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
-from itertools import compress
 
 from attrs import define, field
 
 from pipeline import InvalidArgument
 from pipeline.protocols.kv import WORKER_DOMAIN, KvEvent, KvRemoved, KvStored, RouterEvent, StoredBlock
 
+from ..numbers import Matches, RankNumbers
 from ..types import WorkerRank
 from .block_run import BlockNotFound, BlockRun, UnsupportedResidencyDomain
 from .rank_blocks import Blocks, Place, RankBlocks, Rules, store
@@ -92,8 +92,6 @@ class _Branching:
 LIMIT_BLOCKS = 2**23
 """Blocks kept of one rank: more than any cache has, so an engine that never removes cannot fill the memory."""
 
-_ZERO_OR_ONE = bytes.maketrans(b"01", b"\0\1")
-
 
 class Outcome(StrEnum):
     """How an event was applied; the label under which it is counted."""
@@ -109,18 +107,20 @@ class KvIndex:
     """See the module. Plain calls on one thread that never wait; an error leaves the index intact.
 
     A rank holds at most `limit_blocks`. Without `moves` a block the rank holds elsewhere is refused, not moved.
+    With the `numbers` of others, what they find of the same ranks can be joined.
     """
 
-    def __init__(self, limit_blocks: int = LIMIT_BLOCKS, *, moves: bool = True) -> None:
+    def __init__(
+        self, limit_blocks: int = LIMIT_BLOCKS, *, moves: bool = True, numbers: RankNumbers | None = None
+    ) -> None:
         self._rules = Rules(limit_blocks, moves)
         self._root = BlockRun()
         self._held_by: dict[WorkerRank, RankBlocks] = {}
-        self._ranks: list[WorkerRank] = []  # by the number of their bit
-        self._free: list[int] = []
+        self._numbers = RankNumbers() if numbers is None else numbers
 
     # -- queries
 
-    def find_matches(self, local_hashes: Sequence[int]) -> dict[WorkerRank, int]:
+    def find_matches(self, local_hashes: Sequence[int]) -> Matches:
         """Return how many blocks of the prompt, from its first, each rank holds; ranks that hold none are left out.
 
         Hashes are read as far as some rank matches; raises InvalidArgument for one there that is not a u64.
@@ -174,17 +174,17 @@ class KvIndex:
         """Give the rank these blocks, one below the other, the first below its block `parent`."""
         if not names and not local_hashes:
             return Outcome.OK
-        known = self._held_by.get(rank)
-        number = self._free[-1] if self._free else len(self._ranks)
-        held = known or RankBlocks(rank, 1 << number)
-        changed = store(self._root, held, parent, Blocks.of(names, local_hashes), self._rules)
-        if known is None:
-            self._held_by[rank] = held
-            if self._free:
-                self._ranks[self._free.pop()] = rank
-            else:
-                self._ranks.append(rank)
-        return Outcome.OK if changed else Outcome.DUPLICATE_STORE
+        blocks, held = Blocks.of(names, local_hashes), self._held_by.get(rank)
+        if held is not None:
+            return Outcome.OK if store(self._root, held, parent, blocks, self._rules) else Outcome.DUPLICATE_STORE
+        number = self._numbers.hold(rank)
+        try:
+            store(self._root, held := RankBlocks(rank, 1 << number), parent, blocks, self._rules)
+        except BaseException:
+            self._numbers.let_go(number)
+            raise
+        self._held_by[rank] = held
+        return Outcome.OK
 
     def remove(self, rank: WorkerRank, names: Sequence[int]) -> None:
         """Remove these blocks from the rank, and everything below them.
@@ -216,7 +216,7 @@ class KvIndex:
         """Remove the rank and all its blocks, if it is known."""
         if (held := self._held_by.pop(rank, None)) is not None:
             held.let_go_all()
-            self._free.append(held.bit.bit_length() - 1)
+            self._numbers.let_go(held.bit.bit_length() - 1)
 
     def remove_worker(self, worker_id: int) -> None:
         """Remove all ranks of the worker."""
@@ -225,8 +225,8 @@ class KvIndex:
 
     # -- inside
 
-    def _find(self, query: Sequence[int]) -> dict[WorkerRank, int]:
-        scores: dict[WorkerRank, int] = {}
+    def _find(self, query: Sequence[int]) -> Matches:
+        groups: list[tuple[int, int]] = []
         run, at, depth, active = self._root, 0, 0, 0
         while depth < len(query) and (below := run.branch(at, query[depth])) is not None:
             matched = below.shared(query, depth)
@@ -236,18 +236,10 @@ class KvIndex:
                     staying |= ranks
                 else:
                     leaving |= ranks
-                    self._score(scores, ranks, depth + count)
+                    groups.append((depth + count, ranks))
             if elsewhere := active & ~(staying | leaving):
-                self._score(scores, elsewhere, depth)
+                groups.append((depth, elsewhere))
             run, at, depth, active = below, matched, depth + matched, staying
         if active:
-            self._score(scores, active, depth)
-        return scores
-
-    def _score(self, scores: dict[WorkerRank, int], ranks: int, depth: int) -> None:
-        """Note the depth for each rank of the mask."""
-        if ranks & (ranks - 1) == 0:
-            scores[self._ranks[ranks.bit_length() - 1]] = depth
-        else:
-            digits = f"{ranks:b}"[::-1].encode().translate(_ZERO_OR_ONE)
-            scores.update(dict.fromkeys(compress(self._ranks, digits), depth))
+            groups.append((depth, active))
+        return Matches(groups, self._numbers.ranks)

@@ -1,6 +1,7 @@
 """Blocks and prefill tokens in flight on each worker, shared between routers."""
 
 from .blocks import ActiveBlocks, ActivePrefixes, HeldBlocks
+from .field import Load, LoadField
 from .peers import BookingsPart, BookingsRequest, ShareLimits, shared_bookings
 from .ranks import Column, MissingDuration, PotentialLoad, PromptLoad, RankLoads
 from .replicas import (
@@ -46,6 +47,8 @@ __all__ = [
     "Duration",
     "Free",
     "HeldBlocks",
+    "Load",
+    "LoadField",
     "MarkPrefillCompleted",
     "MissingDuration",
     "PotentialLoad",

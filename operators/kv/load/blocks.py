@@ -13,7 +13,7 @@ stands for its whole prefix, so a bit mask of the ranks that hold it is enough.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import compress, count, repeat
+from itertools import count, repeat
 from math import floor
 
 from attrs import define, field
@@ -132,7 +132,6 @@ class ActiveBlocks:
 
 
 _EVERY_SLOT = -1
-_AS_BITS = bytes.maketrans(b"01", b"\x00\x01")
 
 
 @define
@@ -161,27 +160,22 @@ class ActivePrefixes:
             else:
                 del masks[block]
 
-    def shared_blocks(self, hashes: Iterable[int]) -> list[tuple[int, list[int]]]:
-        """Groups of slots by how many blocks of the prompt's start are active on them; slots with none are left out.
+    def shared_blocks(self, hashes: Iterable[int]) -> list[tuple[int, int]]:
+        """Masks of slots by how many blocks of the prompt's start are active on them; slots with none are left out.
 
         Reads the hashes once and no further than some slot shares them.
         """
-        groups: list[tuple[int, list[int]]] = []
+        groups: list[tuple[int, int]] = []
         alive, depth = _EVERY_SLOT, 0
         for mask in map(self._masks.get, hashes, repeat(0)):
             if mask != alive:  # in a chain of prefixes the next block mostly has the same holders
                 still = alive & mask
                 if depth and still != alive:
-                    groups.append((depth, _slots(alive ^ still)))
+                    groups.append((depth, alive ^ still))
                 alive = still
                 if not alive:
                     return groups
             depth += 1
         if depth:
-            groups.append((depth, _slots(alive)))
+            groups.append((depth, alive))
         return groups
-
-
-def _slots(mask: int) -> list[int]:
-    """The positions of the bits that are set."""
-    return list(compress(count(), f"{mask:b}"[::-1].encode().translate(_AS_BITS)))

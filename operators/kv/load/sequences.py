@@ -14,8 +14,7 @@ numbers come from outside, and keyed hashes are not offered.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 
 from attrs import define, field, frozen
@@ -24,8 +23,10 @@ from pipeline.llm import sequence_hashes
 from pipeline.settings import Variable, whole
 
 from ..errors import BookingError, DuplicateRequest, RequestNotFound, WorkerNotFound
+from ..numbers import RankNumbers
 from ..types import RequestSettings, WorkerRank
 from .blocks import ActivePrefixes, HeldBlocks
+from .field import Chosen, Holders, Load, LoadField
 from .ranks import Column, PotentialLoad, RankLoad, RankLoads, Slot
 
 EXPIRY_S = 300.0
@@ -80,18 +81,18 @@ class ActiveSequences:
     """
 
     expiry_s: float = EXPIRY_S
+    numbers: RankNumbers = field(factory=RankNumbers)
+    """Those of the accounts: the places of their figures in the columns. Number 0 stays idle and stands for ranks
+    without an account."""
     _slots: dict[WorkerRank, Slot] = field(factory=dict, init=False)
     _prefill_tokens: list[int] = field(factory=lambda: [0], init=False)
-    """Columns by a slot's number. Number 0 stays idle and stands for ranks without an account."""
     _decode_blocks: list[int] = field(factory=lambda: [0], init=False)
     _requests: list[int] = field(factory=lambda: [0], init=False)
     _timed: dict[int, Slot] = field(factory=dict, init=False)
     """Those whose prompt tokens change by time alone."""
-    _free: list[int] = field(factory=list, init=False)
-    _prepared: Sequence[WorkerRank] | None = field(default=None, init=False)
-    """The ranks that `_take` takes out of a column, and at which `_positions`."""
-    _positions: dict[int, int] = field(factory=dict, init=False)
-    _take: Callable[[Sequence[int]], Sequence[int]] = field(default=list, init=False)
+    _holders: Holders | None = field(default=None, init=False)
+    """Made by the first search: where there are few ranks nothing searches."""
+    _chosen: Chosen | None = field(default=None, init=False)
     _prefixes: ActivePrefixes = field(factory=ActivePrefixes, init=False)
     _bookings: dict[str, ActiveRequest] = field(factory=dict, init=False)
     _checked_s: float | None = field(default=None, init=False)
@@ -236,21 +237,40 @@ class ActiveSequences:
         An unknown rank counts as idle. Fastest for the same tuple of ranks as last time. The columns are the state of
         this moment: later bookings do not change them.
         """
-        prefill_tokens = self.prefill_tokens(ranks, now_s)
-        additional = [len(hashes)] * len(ranks)
-        for depth, numbers in self._prefixes.shared_blocks(hashes):
-            for number in numbers:
-                if (position := self._positions.get(number)) is not None:
-                    additional[position] -= depth
-        return RankLoads(prefill_tokens, self._take(self._decode_blocks), self._take(self._requests), additional)
+        return self.field(hashes, ranks, now_s).columns()
+
+    def field(self, hashes: Sequence[int], ranks: Sequence[WorkerRank], now_s: float) -> LoadField:
+        """What `project` returns, before it is written out rank by rank."""
+        chosen = self._choose(ranks)
+        self._keep_time(now_s)
+        return LoadField(
+            chosen,
+            len(hashes),
+            self._prefixes.shared_blocks(hashes),
+            self._prefill_tokens.copy(),
+            self._decode_blocks.copy(),
+            self._requests.copy(),
+        )
+
+    def holders(self) -> Holders:
+        """Which ranks have which load now."""
+        if (holders := self._holders) is None:
+            holders = self._holders = Holders()
+            for slot in self._slots.values():
+                holders.add(self._load_of(slot.number), 1 << slot.number)
+        return holders
 
     def prefill_tokens(self, ranks: Sequence[WorkerRank], now_s: float) -> Column:
         """That column of `project` alone."""
-        if ranks is not self._prepared or not isinstance(ranks, tuple):
-            self._prepare(ranks)
-        for number, slot in self._timed.items():
-            self._prefill_tokens[number] = slot.prompts.tokens_at(now_s)
-        return self._take(self._prefill_tokens)
+        chosen = self._choose(ranks)
+        self._keep_time(now_s)
+        return chosen.take(self._prefill_tokens)
+
+    def each_prefill_tokens(self, ranks: Sequence[WorkerRank], now_s: float) -> Iterator[int]:
+        """The same one by one, for a reader that mostly stops at the first. Read it before anything changes."""
+        chosen = self._choose(ranks)
+        self._keep_time(now_s)
+        return map(self._prefill_tokens.__getitem__, chosen.numbers)
 
     def loads(self, now_s: float) -> list[RankLoad]:
         """What is in flight on every rank of `set_workers`. Changes nothing and may be called in any thread."""
@@ -301,14 +321,13 @@ class ActiveSequences:
 
     def _open(self, rank: WorkerRank, *, lazy: bool) -> Slot:
         """Open an empty account for a rank that has none."""
-        if self._free:
-            number = self._free.pop()
-        else:
-            number = len(self._requests)
-            for column in (self._prefill_tokens, self._decode_blocks, self._requests):
-                column.append(0)
-        self._prepared = None
+        number = self.numbers.hold(rank)
+        for column in (self._prefill_tokens, self._decode_blocks, self._requests):
+            column += [0] * (number + 1 - len(column))
+        self._chosen = None
         slot = self._slots[rank] = Slot(rank, number, lazy)
+        if self._holders is not None:
+            self._holders.add(self._load_of(number), 1 << number)
         return slot
 
     def _close(self, slot: Slot) -> list[str]:
@@ -321,34 +340,49 @@ class ActiveSequences:
 
     def _give_up(self, slot: Slot) -> None:
         number = slot.number
-        self._prefill_tokens[number] = self._decode_blocks[number] = self._requests[number] = 0
+        self._write(number, 0, 0, 0)
+        if self._holders is not None:
+            self._holders.remove((0, 0, 0), 1 << number)
         self._timed.pop(number, None)
-        self._free.append(number)
-        self._prepared = None
+        self.numbers.let_go(number)
+        self._chosen = None
         del self._slots[slot.rank]
 
     def _refresh(self, slot: Slot, now_s: float) -> None:
         """Write the figures of a changed account into the columns."""
         number, prompts = slot.number, slot.prompts
-        self._decode_blocks[number] = slot.blocks.active_blocks
-        self._requests[number] = len(slot.request_ids)
         if prompts.timed:
-            self._prefill_tokens[number] = prompts.tokens_at(now_s)
-            self._timed[number] = slot
+            tokens, self._timed[number] = prompts.tokens_at(now_s), slot
         else:
-            self._prefill_tokens[number] = prompts.tokens
+            tokens = prompts.tokens
             self._timed.pop(number, None)
+        self._write(number, tokens, slot.blocks.active_blocks, len(slot.request_ids))
 
-    def _prepare(self, ranks: Sequence[WorkerRank]) -> None:
-        """Prepare taking these ranks out of a column. A pool gives the same tuple again and again."""
+    def _keep_time(self, now_s: float) -> None:
+        """Bring the prompt tokens that decrease by time up to it."""
+        for number, slot in self._timed.items():
+            tokens = slot.prompts.tokens_at(now_s)
+            self._write(number, tokens, self._decode_blocks[number], self._requests[number])
+
+    def _write(self, number: int, tokens: int, blocks: int, requests: int) -> None:
+        """Write the figures of one account."""
+        if (holders := self._holders) is not None:
+            before, after = self._load_of(number), (tokens, blocks, requests)
+            if before != after:
+                holders.remove(before, 1 << number)
+                holders.add(after, 1 << number)
+        self._prefill_tokens[number], self._decode_blocks[number], self._requests[number] = tokens, blocks, requests
+
+    def _load_of(self, number: int) -> Load:
+        return self._prefill_tokens[number], self._decode_blocks[number], self._requests[number]
+
+    def _choose(self, ranks: Sequence[WorkerRank]) -> Chosen:
+        """Find where the figures of these ranks stand. A pool gives the same tuple again and again."""
+        if (known := self._chosen) is not None and known.ranks is ranks and isinstance(ranks, tuple):
+            return known
         slots = [self._slots.get(rank) for rank in ranks]
-        numbers = [0 if slot is None else slot.number for slot in slots]
-        self._prepared = ranks
-        self._positions = {number: position for position, number in enumerate(numbers) if number}
-        if len(numbers) > 1:
-            self._take = itemgetter(*numbers)
-        else:  # with one position `itemgetter` returns no sequence
-            self._take = itemgetter(slice(numbers[0], numbers[0] + 1) if numbers else slice(0))
+        chosen = self._chosen = Chosen.of(ranks, [0 if slot is None else slot.number for slot in slots])
+        return chosen
 
 
 def tracking_hashes(local_hashes: Sequence[int], settings: RequestSettings, rng: Random) -> list[int]:

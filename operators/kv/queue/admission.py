@@ -193,7 +193,7 @@ class AdmissionController:
         except PenstockError:
             return False  # placing it raises the same error
         ranks, loads = queued.candidates.ranks, self._loads
-        tokens = loads.sequences.prefill_tokens(ranks, loads.now_s())
+        tokens = loads.sequences.each_prefill_tokens(ranks, loads.now_s())
         return self._profile.classes[class_index].all_busy(ranks, tokens, pool.configs)
 
     async def _wait(self, queued: QueuedRequest, class_index: int, control: Control | None) -> Reservation:

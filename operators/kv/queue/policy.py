@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
@@ -40,7 +40,6 @@ from pipeline.settings import is_finite
 
 from ..config import KvRouterConfig, QueuePolicy
 from ..errors import LimitKind, QueueRejected
-from ..load import Column
 from ..types import DEFAULT_CLASS, WorkerRank
 
 UNKNOWN_BATCHED_TOKENS = 10_000_000
@@ -100,7 +99,7 @@ class PolicyClass:
         return min(limit, share * batched)
 
     def all_busy(
-        self, ranks: Sequence[WorkerRank], prefill_tokens: Column, configs: Mapping[int, ModelRuntimeConfig]
+        self, ranks: Sequence[WorkerRank], prefill_tokens: Iterable[int], configs: Mapping[int, ModelRuntimeConfig]
     ) -> bool:
         """Whether every rank is busy; False for none at all, since waiting would not bring one."""
         for rank, tokens in zip(ranks, prefill_tokens, strict=True):

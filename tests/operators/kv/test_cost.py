@@ -11,9 +11,10 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from operators.kv.decision import Prompt
 from operators.kv.index import CandidateOverlap, Overlap
 from operators.kv.load import RankLoads
-from operators.kv.selection import Prompt, WorkerType, cache_credits, costs
+from operators.kv.selection import WorkerType, cache_credits, costs
 from operators.kv.types import RequestSettings, WorkerRank
 
 A, B = WorkerRank(0), WorkerRank(1)

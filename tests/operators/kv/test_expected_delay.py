@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from operators.kv.decision import Prompt
 from operators.kv.eligibility import Candidates, RoutingRules, WorkerPool
 from operators.kv.index import CandidateOverlap, Overlap
 from operators.kv.load import RankLoads
-from operators.kv.selection import Prompt, WorkerType, costs, delays, select_worker
+from operators.kv.selection import WorkerType, costs, delays, select_worker
 from operators.kv.types import RequestSettings, WorkerRank
 from pipeline.protocols.card import ModelRuntimeConfig
 

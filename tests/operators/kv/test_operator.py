@@ -15,10 +15,10 @@ from attrs import evolve
 
 from operators import PushRouter
 from operators.kv import KvRouterConfig, kv_router
+from operators.kv.decision import Decision
 from operators.kv.errors import DuplicateRequest
 from operators.kv.operator import ROUTER_DECISION, KvPushRouter
 from operators.kv.reservation import LoadBook, Reservation, output_weight
-from operators.kv.selection import Decision
 from operators.pool.assigned import DirectRouter
 from operators.pool.push_router import RouterMode
 from pipeline import (

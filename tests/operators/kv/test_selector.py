@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from operators.kv.decision import Decision, Prompt
 from operators.kv.eligibility import Candidates, RoutingRules, WorkerPool
 from operators.kv.index import Overlap
 from operators.kv.load import ActiveSequences, RankLoads, SequenceLoad
-from operators.kv.selection import Decision, Prompt, pick, select_worker
+from operators.kv.selection import pick, select_worker
 from operators.kv.types import RequestSettings, WorkerRank
 from pipeline import InvalidArgument, Unavailable
 from pipeline.protocols import RoutingConstraints

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from operators.kv import PromptBlocks, WorkerRank
-from operators.kv.index import IndexerDroppedRequest, InvalidBlockSequence, PredictedIndex, deepest
+from operators.kv.index import IndexerDroppedRequest, InvalidBlockSequence, PredictedIndex
 from pipeline import InvalidArgument
 from pipeline.llm import sequence_hashes
 
@@ -133,12 +133,7 @@ def test_a_sequence_hash_never_stands_for_two_blocks_of_a_rank() -> None:
     assert index.find_matches([1, 2], 1.0) == {A: 2}
     index.record(B, [3], [51], 1.0)
     assert index.find_matches([1], 10.5) == {}
-    assert (index.find_matches([3], 10.5), index.held_blocks) == ({B: 1}, 1)
-
-
-def test_the_deeper_of_what_is_held_and_predicted_counts() -> None:
-    assert deepest({A: 3, B: 1}, {B: 2, A: 1, A1: 4}) == {A: 3, B: 2, A1: 4}
-    assert deepest({}, {A: 1}) == deepest({A: 1}, {}) == {A: 1}
+    assert (dict(index.find_matches([3], 10.5)), index.held_blocks) == ({B: 1}, 1)
 
 
 @pytest.mark.parametrize("wrong", [{"ttl_s": -1.0}, {"ttl_s": float("nan")}, {"ttl_s": 1.0, "pruned_share": 1.1}])

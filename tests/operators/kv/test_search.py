@@ -1,0 +1,203 @@
+"""cheapest_of_many decides as the plain look at each candidate does, to the digit and with the same draws."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from attrs import define, evolve, field
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from operators.kv import search
+from operators.kv.decision import Decision, Prompt
+from operators.kv.eligibility import Candidates
+from operators.kv.index import CandidateOverlap, KvIndex, Overlap
+from operators.kv.load import ActiveRequest, ActiveSequences, SequenceLoad
+from operators.kv.numbers import RankNumbers
+from operators.kv.search import cheapest_of_many
+from operators.kv.selection import costs, select_worker
+from operators.kv.types import PlacementRule, RequestSettings, WorkerRank
+from pipeline.llm import sequence_hashes
+
+SIZE = 16
+PROMPTS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 9, 10], [1, 2, 7], [20, 21, 22, 23], [1]]
+
+
+@define(slots=False)
+class Fleet:
+    """An index and a load book that share their numbers, with random contents that change."""
+
+    random: Random
+    size: int
+    numbers: RankNumbers = field(factory=RankNumbers)
+    booked: list[ActiveRequest] = field(factory=list)
+    made: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        self.index, self.sequences = KvIndex(numbers=self.numbers), ActiveSequences(numbers=self.numbers)
+        self.ranks = [WorkerRank(worker) for worker in self.random.sample(range(10 * self.size), self.size)]
+        self.sequences.set_workers({rank.worker_id: range(1) for rank in self.ranks})
+
+    def step(self, now_s: float) -> None:
+        """Change something: what is cached, what is in flight, or who is there."""
+        kind, rank = self.random.random(), self.random.choice(self.ranks)
+        local = self.random.choice(PROMPTS)[: self.random.randint(1, 6)]
+        if kind < 0.25:
+            self.index.store(rank, None, sequence_hashes(local), local)
+        elif kind < 0.30:
+            self.index.clear_rank(rank)
+        elif kind < 0.33:
+            self.restart(rank)
+        elif kind < 0.6 or not self.booked:
+            self.made += 1
+            tokens = self.random.choice([0, 16, 16, 100, self.random.randrange(5000)])
+            load = SequenceLoad(sequence_hashes(local), tokens, self.random.choice([None, None, None, 2.0]))
+            self.booked.append(self.sequences.book(f"r{self.made}", rank, load, now_s))
+        elif kind < 0.7:
+            self.sequences.finish_prefill(self.random.choice(self.booked), now_s)
+        elif kind < 0.85:
+            self.sequences.grow(self.random.choice(self.booked), self.random.choice([None, 0.3]), now_s)
+        else:
+            self.sequences.release(self.booked.pop(self.random.randrange(len(self.booked))), now_s)
+
+    def restart(self, rank: WorkerRank) -> None:
+        """Take a rank away, and put another or the same in its place; its number is free in between."""
+        self.index.remove_rank(rank)
+        self.sequences.remove_worker(rank.worker_id)
+        self.ranks.remove(rank)
+        self.ranks.append(rank if self.random.random() < 0.5 else WorkerRank(10 * self.size + self.made, 0))
+        self.made += 1
+        self.sequences.set_workers({one.worker_id: range(1) for one in self.ranks})
+
+    def candidates(self) -> Candidates:
+        """All ranks, or some."""
+        few = self.ranks if self.random.random() < 0.7 else self.random.sample(self.ranks, (self.size + 1) // 2)
+        return Candidates(tuple(sorted(few)))
+
+
+def both(
+    fleet: Fleet, local: list[int], config: RequestSettings, candidates: Candidates, now_s: float, seed: int
+) -> tuple[Decision, Decision | None]:
+    """The decisions by each candidate and by search; both draw from generators of this seed."""
+    prompt = Prompt(len(local) * SIZE + fleet.random.randrange(SIZE), SIZE)
+    overlap = Overlap(device=fleet.index.find_matches(local))
+    loads = fleet.sequences.field(sequence_hashes(local), candidates.ranks, now_s)
+    one, other = Random(seed), Random(seed)
+    plain = select_worker(prompt, candidates, overlap, loads.columns(), config, one)
+    found = cheapest_of_many(prompt, candidates, overlap, fleet.sequences, loads, config, other)
+    assert found is None or one.getstate() == other.getstate()
+    return plain, found
+
+
+def same(plain: Decision, found: Decision) -> bool:
+    one, other = (
+        (each.rank, each.cost, each.margin, each.attributes(), each.report(), each.cached_tokens, each.costs)
+        for each in (plain, found)
+    )
+    return one == other
+
+
+weights = st.sampled_from([0.0, 0.1, 1.0, 1 / 3, 7.5])
+
+
+@settings(max_examples=200)
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 40),
+    st.sampled_from(["cost", "expected_delay"]),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    weights,
+    weights,
+)
+def test_a_search_decides_as_a_look_at_each_candidate(
+    seed: int, size: int, placement: PlacementRule, credit: float, scale: float, weight: float
+) -> None:
+    fleet = Fleet(Random(seed), size)
+    config = RequestSettings(
+        overlap_score_credit=credit,
+        prefill_load_scale=scale,
+        decode_active_request_weight=weight,
+        placement=placement,
+    )
+    for step in range(60):
+        now_s = step / 10
+        fleet.step(now_s)
+        local = fleet.random.choice(PROMPTS)
+        own = config if fleet.random.random() < 0.8 else evolve(config, prefill_load_scale=fleet.random.random())
+        plain, found = both(fleet, local, own, fleet.candidates(), now_s, seed + step)
+        assert found is not None
+        fleet.step(now_s)  # what is read later is as it was
+        assert same(plain, found)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"temperature": 0.5},
+        {"track_prefill_tokens": False},
+        {"overlap_score_credit_decay": 1.0},
+        {"overlap_score_credit": 2.0},
+        {"decode_active_request_weight": -1.0},
+        {"prefill_load_scale": 1e308},
+    ],
+)
+def test_where_the_cost_may_fall_with_the_load_each_candidate_is_looked_at(wanted: dict[str, Any]) -> None:
+    fleet = Fleet(Random(1), 30)
+    for step in range(100):
+        fleet.step(float(step))
+    _, found = both(fleet, [1, 2, 3], RequestSettings(**wanted), Candidates(tuple(sorted(fleet.ranks))), 200.0, 1)
+    assert found is None
+
+
+def test_what_was_found_before_a_number_went_to_another_rank_is_not_searched() -> None:
+    fleet = Fleet(Random(1), 3)
+    fleet.index.store(fleet.ranks[0], None, [1], [1])
+    overlap, gone = Overlap(device=fleet.index.find_matches([1])), fleet.ranks[0]
+    fleet.restart(gone)
+    candidates = Candidates(tuple(sorted(fleet.ranks)))
+    loads = fleet.sequences.field([], candidates.ranks, 0.0)
+    prompt, config = Prompt(16, SIZE), RequestSettings()
+    if gone not in fleet.ranks:
+        assert cheapest_of_many(prompt, candidates, overlap, fleet.sequences, loads, config, Random(1)) is None
+    assert dict(overlap.device) == {gone: 1}
+
+
+def test_of_a_thousand_busy_ranks_few_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, looked = Fleet(Random(3), 1000), list[int]()
+
+    def counted(prompt: Prompt, overlap: CandidateOverlap, *others: Any) -> list[float]:
+        looked.append(len(overlap.device))
+        return costs(prompt, overlap, *others)
+
+    monkeypatch.setattr(search, "RULES", {"cost": counted})
+    for step in range(3000):
+        fleet.made += 1
+        load = SequenceLoad([fleet.made], fleet.random.randrange(5000))
+        fleet.sequences.book(f"r{step}", fleet.random.choice(fleet.ranks), load, 0.0)
+    for rank in fleet.ranks:
+        fleet.index.store(rank, None, [1, 2], [1, 2])
+    fleet.index.store(fleet.ranks[0], 2, [3], [3])
+    candidates = Candidates(tuple(sorted(fleet.ranks)))
+    plain, found = both(fleet, [1, 2, 3], RequestSettings(), candidates, 1.0, 1)
+    assert found is not None
+    assert sum(looked) < 20
+    assert same(plain, found)
+    entries = fleet.sequences.holders().order((1 / SIZE, 1.0, 0.0))
+    assert len(entries) > 900, "or the walk has nothing to pass over"
+
+
+def test_a_search_takes_no_more_steps_than_there_are_candidates() -> None:
+    """Those who have the prompt are the busiest: the lightest of them comes after all others."""
+    fleet = Fleet(Random(3), 300)
+    for number, rank in enumerate(fleet.ranks):
+        fleet.sequences.book(f"r{number}", rank, SequenceLoad([number], 100 * number), 0.0)
+    for rank in fleet.ranks[-40:]:
+        fleet.index.store(rank, None, [1], [1])
+    candidates = Candidates(tuple(sorted(fleet.ranks)))
+    _, found = both(fleet, [1], RequestSettings(), candidates, 1.0, 1)
+    assert found is None
+    plain, found = both(fleet, [2], RequestSettings(), candidates, 1.0, 1)
+    assert found is not None
+    assert same(plain, found)
