@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, cast
@@ -196,16 +196,20 @@ class Timer(Wakeup):
     wait early; without a waiting task it does nothing.
     """
 
-    __slots__ = ("_rest",)
+    __slots__ = ("_order", "_virtual")
 
     def __init__(self) -> None:
         super().__init__()
-        self._rest: Any = getattr(self._loop, "call_at_rest", None)
+        self._virtual: Any = self._loop if hasattr(self._loop, "call_at_rest") else None
+        self._order: int = 0 if self._virtual is None else self._virtual.next_order()
 
     @property
     def is_exact(self) -> bool:
-        """Whether time is virtual: waits end at their exact time and cost nothing, and `settle` has an effect."""
-        return self._rest is not None
+        """Whether time is virtual: waits end at their exact time and cost nothing, and `settle` has an effect.
+
+        Then timers that are due at the same time wake their tasks in the order in which they were made.
+        """
+        return self._virtual is not None
 
     async def wait_until(self, deadline_s: float) -> None:
         """Return at that time of the loop's clock, now if it is past, or earlier at a `wake`."""
@@ -214,18 +218,39 @@ class Timer(Wakeup):
                 await self.wait()
             return
         self._waiting = future = self._loop.create_future()
-        timer = self._loop.call_at(deadline_s, _wake, future)
+        if self._virtual is None:
+            timer = self._loop.call_at(deadline_s, _wake, future)
+        else:
+            timer = self._virtual.call_in_order(deadline_s, self._order, _wake, future)
         try:
             await future
         finally:
             timer.cancel()
 
-    async def settle(self) -> None:
-        """Return once every other task due at this virtual moment has run; immediately in real time."""
-        if self._rest is not None:
+    async def settle(self, since_s: float | None = None) -> None:
+        """Return once every other task due at this virtual moment has run; immediately in real time.
+
+        Of several tasks that settle, the one with the oldest timer goes on first. `since_s` is when the moment began,
+        by default now.
+        """
+        if self._virtual is not None:
             future = self._loop.create_future()
-            self._rest(_wake, future)
+            self._virtual.call_at_rest(self._order, since_s, _wake, future)
             await future
+
+    def stop_silently(self, times_s: Sequence[float]) -> None:
+        """Let the virtual clock stop at these times, in order, as it would for waits of this timer; none: no longer.
+
+        For a task that has run ahead, so that others read the same clock as if it had not.
+        """
+        if times_s:
+            self._virtual.silent_times_s[self._order] = times_s
+        else:
+            self._virtual.silent_times_s.pop(self._order, None)
+
+    def has_settled(self, time_s: float) -> bool:
+        """Return whether a `settle` that began at that virtual time, which is past, would have returned by now."""
+        return self._virtual is None or self._virtual.has_rested(time_s)
 
 
 def _wake(future: Any) -> None:

@@ -7,11 +7,15 @@ has to take its time from anyio.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import selectors
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
-from math import inf, isinf
+from heapq import heapify, heappop, heappush
+from math import inf, isinf, nextafter
+from operator import itemgetter
 from typing import Any, Literal, TypeVar, TypeVarTuple
 
 import anyio
@@ -24,87 +28,178 @@ _BLIND_TURNS = 64
 """Turns in a row without polling the selector, before it is polled: a task may spin until a socket is ready."""
 
 _SAME_MOMENT_S = 1e-9
-"""asyncio runs timers that are this close together."""
+"""Times this close are one moment: a clock in seconds does not represent each millisecond exactly."""
 
-
-class _JumpingSelector(selectors.DefaultSelector):
-    """Never sleeps for a timer: records how long it should have slept instead."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.slept_s = 0.0
-        self.threads = 0
-        """How many threads work for the loop; time stands still meanwhile."""
-
-    def hold(self, more_threads: int) -> None:
-        self.threads += more_threads
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None or timeout <= 0:  # nothing but other threads or sockets to wait for, or no wait at all
-            return super().select(timeout)
-        if self.threads:
-            return super().select(None)
-        ready = super().select(0)
-        if not ready:
-            self.slept_s += timeout
-        return ready
+_CANCELLED_KEPT = 100
+"""Cancelled timers stay until their time; beyond this number, and half of all timers, they are removed."""
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An asyncio loop in virtual time, starting at 0."""
+    """An asyncio loop in virtual time, starting at 0.
+
+    Each timer runs at exactly its time. Timers of the same time run in their order: that of their creation, or the
+    fixed one of a `Timer`, which is that of the `Timer`'s creation.
+    """
 
     _ready: deque[asyncio.Handle]
-    _scheduled: list[asyncio.TimerHandle]
-    _debug: bool
+    _stopping: bool
+    _selector: selectors.BaseSelector
+    _process_events: Callable[[Any], None]
+    _check_closed: Callable[[], None]
 
     def __init__(self) -> None:
-        self._jumping = _JumpingSelector()
-        self._at_rest: list[asyncio.Handle] = []
+        self._now_s = 0.0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._cancelled_timers = 0
+        self._orders = itertools.count()
+        self._at_rest: list[tuple[int, float, asyncio.Handle]] = []
+        self._rested_before_s = 0.0
+        self.silent_times_s: dict[int, Sequence[float]] = {}
+        """Times at which nothing happens, in order, and yet the clock stops as for a timer: what a task that has run
+        ahead would do then. By the order of the task's timer."""
+        self._threads = 0
         self._blind = 0
-        super().__init__(self._jumping)
-        virtual_clocks[self] = self._jumping.hold
+        super().__init__()
+        virtual_clocks[self] = self._hold
 
     def time(self) -> float:
-        return self._jumping.slept_s
+        return self._now_s
+
+    def close(self) -> None:
+        super().close()
+        self._timers.clear()
+        self._at_rest.clear()
+
+    def _hold(self, more_threads: int) -> None:
+        """Count the threads that work for the loop; time stands still meanwhile."""
+        self._threads += more_threads
 
     def _run_once(self) -> None:
-        """One turn. As long as something is ready and no timer is due, time stands still: then neither timers nor, for
-        some turns, the selector are looked at. It is what a turn of the base class does without them."""
-        ready, timers = self._ready, self._scheduled
-        if self._at_rest and not ready and not self._has_timer_now():
-            ready.extend(self._at_rest)
-            self._at_rest.clear()
+        """One turn. As long as something is ready time stands still, and for some turns the selector is not polled."""
+        ready, timers = self._ready, self._timers
         self._blind += 1
-        has_timer = timers and timers[0].when() <= self._jumping.slept_s
-        if not ready or has_timer or self._debug or self._blind > _BLIND_TURNS:
-            self._blind = 0
-            super()._run_once()  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
-            return
+        if timers and timers[0][0] <= self._now_s:
+            self._take_timers()
+        if self._stopping or self._blind > _BLIND_TURNS:
+            self._poll(0)
+        elif not ready:
+            self._go_on()
         for _ in range(len(ready)):
             handle = ready.popleft()
             if not handle.cancelled():
                 handle._run()
 
-    def _has_timer_now(self) -> bool:
-        """Return whether a timer is due at this moment. One that was cancelled may lie before it."""
-        timers, last_s = self._scheduled, self._jumping.slept_s + _SAME_MOMENT_S
-        if not timers or timers[0].when() > last_s:
-            return False
-        return any(timer.when() <= last_s and not timer.cancelled() for timer in timers)
+    def _go_on(self) -> None:
+        """Nothing is ready: run what waits for the end of this moment, else go on to the next timer."""
+        timers = self._timers
+        while timers and timers[0][2].cancelled():
+            self._cancelled_timers -= 1
+            heappop(timers)
+        next_s = timers[0][0] if timers else inf
+        while self._at_rest:
+            if self._take_rested(silent_s := min(next_s, self._next_silent_s())):
+                self._has_rested_before(min(next_s, nextafter(self._now_s + _SAME_MOMENT_S, inf)))
+                return
+            if silent_s == next_s:
+                break
+            self._now_s = silent_s
+        if self._threads or not timers:
+            self._poll(None)
+        elif not self._poll(0):
+            self._has_rested_before(next_s)
+            self._now_s = next_s
+            self._take_timers()
 
-    def call_at_rest(self, callback: Callable[[*Args], object], *args: *Args) -> asyncio.Handle:
-        """Call back before time goes on, once nothing else is ready to run at this moment."""
+    def _has_rested_before(self, time_s: float) -> None:
+        """Callbacks at rest since a moment that ends before this time have run, or would have."""
+        self._rested_before_s = max(self._rested_before_s, time_s)
+
+    def _poll(self, timeout: float | None) -> bool:
+        """Make ready what sockets and other threads bring; return whether anything is ready."""
+        self._blind = 0
+        self._process_events(self._selector.select(timeout))
+        return bool(self._ready)
+
+    def _take_timers(self) -> None:
+        """Make the timers of this time ready, in their order."""
+        timers, ready = self._timers, self._ready
+        while timers and timers[0][0] <= self._now_s:
+            handle = heappop(timers)[2]
+            handle._scheduled = False  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+            if handle.cancelled():
+                self._cancelled_timers -= 1
+            else:
+                ready.append(handle)
+
+    def _next_silent_s(self) -> float:
+        """Return the first of the silent times after now."""
+        now_s, first_s = self._now_s, inf
+        for times_s in self.silent_times_s.values():
+            at = bisect_right(times_s, now_s)
+            if at < len(times_s) and times_s[at] < first_s:
+                first_s = times_s[at]
+        return first_s
+
+    def _take_rested(self, next_s: float) -> bool:
+        """Make ready what waits for the end of its moment, if the next timer is later; return whether there was any."""
+        later = [one for one in self._at_rest if one[1] + _SAME_MOMENT_S >= next_s]
+        rested = [one for one in self._at_rest if one[1] + _SAME_MOMENT_S < next_s]
+        self._at_rest[:] = later
+        self._ready.extend(handle for _, _, handle in sorted(rested, key=itemgetter(0)))
+        return bool(rested)
+
+    def next_order(self) -> int:
+        """Return the place of the next timer among those of the same time."""
+        return next(self._orders)
+
+    def call_at_rest(
+        self, order: int, since_s: float | None, callback: Callable[[*Args], object], *args: *Args
+    ) -> asyncio.Handle:
+        """Call back before time goes on, once nothing else is ready to run at this moment; the lowest order first.
+
+        The moment began at `since_s`, by default now.
+        """
         handle = asyncio.Handle(callback, args, self)
-        self._at_rest.append(handle)
+        self._at_rest.append((order, self._now_s if since_s is None else since_s, handle))
         return handle
+
+    def has_rested(self, time_s: float) -> bool:
+        """Return whether a callback that was to run at rest since that time, which is past, would have run by now."""
+        return time_s + _SAME_MOMENT_S < self._rested_before_s
 
     def call_at(
         self, when: float, callback: Callable[[*Args], object], *args: *Args, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """As in any loop; only that a timer for the end of time is no deadline to jump towards."""
-        if isinf(when):
-            return asyncio.TimerHandle(when, callback, args, self, context)
-        return super().call_at(when, callback, *args, context=context)
+        return self._call_at(when, next(self._orders), callback, args, context)
+
+    def call_in_order(
+        self, when: float, order: int, callback: Callable[[*Args], object], *args: *Args
+    ) -> asyncio.TimerHandle:
+        """As `call_at`, with this order among timers of the same time."""
+        return self._call_at(when, order, callback, args, None)
+
+    def _call_at(
+        self, when: float, order: int, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None
+    ) -> asyncio.TimerHandle:
+        self._check_closed()
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        if not isinf(when):
+            handle._scheduled = True  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+            heappush(self._timers, (when, order, handle))
+        return handle
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Called by a timer that is cancelled."""
+        if not handle._scheduled:  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        self._cancelled_timers += 1
+        timers = self._timers
+        if self._cancelled_timers > _CANCELLED_KEPT and 2 * self._cancelled_timers > len(timers):
+            # The handle that is being cancelled does not show it yet.
+            timers[:] = [one for one in timers if not (one[2].cancelled() or one[2] is handle)]
+            heapify(timers)
+            self._cancelled_timers = 0
 
 
 def virtual_time(backend: Literal["trio", "asyncio"] = "asyncio") -> tuple[str, dict[str, Any]]:

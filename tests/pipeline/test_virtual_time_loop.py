@@ -1,0 +1,138 @@
+"""The asyncio loop in virtual time: exact times, and a fixed order of what happens at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from pipeline.loop import Timer
+from pipeline.testing import run_in_virtual_time
+
+
+def in_virtual_time(main: Callable[[], Awaitable[None]]) -> None:
+    run_in_virtual_time(main, backend="asyncio")
+
+
+def test_each_timer_runs_at_exactly_its_time() -> None:
+    """Also after a jump whose length cannot be represented, and less than a nanosecond after another timer."""
+    seen: list[float] = []
+    times_s = [0.03, 0.1, 0.30000000000000004, 0.3, 0.3 + 5e-10, 1e6 + 0.1]
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        for time_s in times_s:
+            loop.call_at(time_s, lambda: seen.append(loop.time()))
+        await asyncio.sleep(2e6)
+
+    in_virtual_time(main)
+    assert seen == sorted(times_s)
+
+
+def test_timers_of_the_same_time_run_in_the_order_of_their_creation() -> None:
+    seen: list[int] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        for number in range(50):
+            loop.call_at(1.0, seen.append, number)
+            loop.call_at(2.0 - number / 100, seen.append, -number)
+        await asyncio.sleep(1.0)
+
+    in_virtual_time(main)
+    assert seen == list(range(50))
+
+
+def test_many_cancelled_timers_leave_the_others() -> None:
+    seen: list[int] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        timers = [loop.call_at(1.0 + number, seen.append, number) for number in range(1000)]
+        for number, timer in enumerate(timers):
+            if number % 100:
+                timer.cancel()
+                timer.cancel()
+        await asyncio.sleep(2000)
+        assert loop.time() == 2000
+
+    in_virtual_time(main)
+    assert seen == list(range(0, 1000, 100))
+
+
+def test_tasks_with_a_timer_wake_and_settle_in_the_order_of_their_timers() -> None:
+    seen: list[str] = []
+
+    async def task(name: str, timer: Timer, pauses: tuple[float, ...]) -> None:
+        for until_s in pauses:
+            await timer.wait_until(until_s)
+        seen.append(f"{name} woken")
+        await timer.settle()
+        seen.append(f"{name} settled")
+
+    async def main() -> None:
+        first, second = Timer(), Timer()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(task("second", second, (1.0,)))
+            tasks.create_task(task("first", first, (0.25, 0.5, 1.0)))
+
+    in_virtual_time(main)
+    assert seen == ["first woken", "second woken", "first settled", "second settled"]
+
+
+@pytest.mark.parametrize(("at_s", "is_in_time"), [(1.0, True), (1.0 + 5e-10, True), (1.0 + 2e-9, False)])
+def test_what_is_due_within_a_nanosecond_is_of_the_same_moment(at_s: float, is_in_time: bool) -> None:
+    seen: list[str] = []
+
+    async def main() -> None:
+        loop, timer = asyncio.get_running_loop(), Timer()
+        await timer.wait_until(1.0)
+        loop.call_at(at_s, seen.append, "timer")
+        await timer.settle()
+        seen.append("settled")
+        await asyncio.sleep(1.0)
+
+    in_virtual_time(main)
+    assert seen == (["timer", "settled"] if is_in_time else ["settled", "timer"])
+
+
+def test_whether_a_moment_is_over_is_known_to_who_has_not_settled() -> None:
+    """As a task that has run ahead needs it: during a moment it is not over, after the others have settled it is."""
+    seen: list[tuple[float, bool]] = []
+
+    async def main() -> None:
+        loop, mine, other = asyncio.get_running_loop(), Timer(), Timer()
+
+        def look() -> None:
+            seen.append((loop.time(), mine.has_settled(1.0)))
+
+        for at_s in (1.0, 1.0 + 5e-10, 2.0):
+            loop.call_at(at_s, look)
+        await other.wait_until(1.0)
+        await other.settle()
+        look()  # the moment is over, the clock stands still
+        await asyncio.sleep(1.0)
+
+    in_virtual_time(main)
+    assert seen == [(1.0, False), (1.0 + 5e-10, False), (1.0 + 5e-10, True), (2.0, True)]
+
+
+def test_the_clock_stops_at_silent_times_within_a_moment_as_for_a_timer() -> None:
+    async def clock_when_settled(is_silent: bool) -> float:
+        loop, ahead, other = asyncio.get_running_loop(), Timer(), Timer()
+        times_s = [0.5, 1.0 + 4e-10, 1.5]
+        if is_silent:
+            ahead.stop_silently(times_s)
+        else:
+            for time_s in times_s:
+                loop.call_at(time_s, lambda: None)
+        await other.wait_until(1.0)
+        await other.settle()
+        settled_s = loop.time()
+        await asyncio.sleep(3.0)
+        ahead.stop_silently(())
+        return settled_s
+
+    settled_s = [run_in_virtual_time(clock_when_settled, is_silent, backend="asyncio") for is_silent in (False, True)]
+    assert settled_s == [1.0 + 4e-10] * 2
