@@ -6,6 +6,7 @@ and returns the time of each step.
 
 from .args import MockEngineArgs, ReasoningArgs, SglangArgs, TrtllmArgs
 from .engine import MODEL, MockEngine
+from .horizon import Horizon, TimedOutput
 from .request import RecordedOutputs
 from .timing import ClassicTiming, InterpolatedTiming, PolynomialTiming, PredictedTiming, Predictor, TimingModel
 from .transfer import TransferExchange, transfer_order
@@ -13,6 +14,7 @@ from .transfer import TransferExchange, transfer_order
 __all__ = [
     "MODEL",
     "ClassicTiming",
+    "Horizon",
     "InterpolatedTiming",
     "MockEngine",
     "MockEngineArgs",
@@ -22,6 +24,7 @@ __all__ = [
     "ReasoningArgs",
     "RecordedOutputs",
     "SglangArgs",
+    "TimedOutput",
     "TimingModel",
     "TransferExchange",
     "TrtllmArgs",

@@ -5,6 +5,7 @@ plan ──begin──► sequences on the rank ── steps ──► chunks: t
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
@@ -14,7 +15,8 @@ from anyio.lowlevel import checkpoint
 from pipeline import Control, State
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PromptTokensDetails
 
-from .rank import Channel, Rank
+from .horizon import TimedOutput
+from .rank import Channel, ChannelOutput, Rank
 from .request import RequestPlan
 from .scheduling import AT_ONCE_TOKENS, Sequence
 from .tokens import log_probabilities
@@ -40,7 +42,7 @@ class Answer:
         self._last_delay_s = last_delay_s
         self._emitted_tokens = 0
         self._finished: list[Sequence] = []
-        self._forget = self.control.on_stop(self.channel.news.wake)
+        self._forget = self.control.on_stop(self._stopped)
         if rank.latencies is not None:
             rank.latencies.begin(self.sequences, anyio.current_time())
 
@@ -66,6 +68,10 @@ class Answer:
         for sequence in self.sequences:
             self.rank.cancel(sequence)
 
+    def _stopped(self) -> None:
+        self.rank.catch_up()
+        self.channel.news.wake()
+
     def give_up(self) -> None:
         """End it as a stop does: the engine is closing."""
         self.control.stop()
@@ -76,15 +82,16 @@ class Answer:
         outputs = channel.outputs
         is_rich = len(self.sequences) > 1 or self._plan.logprobs is not None
         while True:
-            while outputs and control.state is State.RUNNING:
-                sequence, token_ids, is_finished = outputs.popleft()
+            while outputs and (control.state is State.RUNNING or self._precedes_stop(outputs[0])):
+                sequence, token_ids, is_finished, times_s = outputs.popleft()
                 is_first = not self._emitted_tokens
                 self._emitted_tokens += len(token_ids)
-                if token_ids:  # nearly every chunk is nothing but these
+                if token_ids:
+                    is_plain = times_s is None and not (is_first or is_rich)  # nearly every chunk
                     yield (
-                        self._chunk(sequence, token_ids, is_first)
-                        if is_first or is_rich
-                        else LLMEngineOutput(token_ids)
+                        LLMEngineOutput(token_ids)
+                        if is_plain
+                        else self._chunk(sequence, token_ids, times_s, is_first=is_first)
                     )
                 if is_finished:
                     if await self._is_cut_short():
@@ -100,6 +107,10 @@ class Answer:
             if channel.error is not None:
                 raise channel.error
             await channel.news.wait()
+
+    def _precedes_stop(self, output: ChannelOutput) -> bool:
+        """Return whether the tokens of an answer that was stopped, and not killed, were due before that."""
+        return output[3] is not None and not self.control.is_killed
 
     async def finished(self) -> None:
         """Return when the rank has finished every choice; raises as `chunks`."""
@@ -125,8 +136,10 @@ class Answer:
                 await self.control.stopped()
         return self.control.is_stopped
 
-    def _chunk(self, sequence: Sequence, token_ids: list[int], is_first: bool) -> LLMEngineOutput:
-        chunk = LLMEngineOutput(token_ids)
+    def _chunk(
+        self, sequence: Sequence, token_ids: list[int], times_s: array[float] | None, *, is_first: bool
+    ) -> LLMEngineOutput:
+        chunk = LLMEngineOutput(token_ids) if times_s is None else TimedOutput(token_ids, token_times_s=times_s)
         if len(self.sequences) > 1:
             chunk.index = sequence.owner
         if is_first:

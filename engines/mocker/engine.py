@@ -33,6 +33,7 @@ from ..worker import health_payload
 from .answer import Answer, empty_answer
 from .args import MockEngineArgs
 from .build import check_timing, idle_arguments, make_timing
+from .horizon import Horizon
 from .metrics import NativeMetrics
 from .rank import Rank
 from .request import RecordedOutputs, RequestPlan, checked_rank, plan_request
@@ -68,6 +69,9 @@ class MockEngine(LLMEngine):
     of day in seconds for KV events over ZeroMQ, by default the loop's time. Raises InvalidArgument if the arguments
     describe a predictor of times and there is no `timing`; the start logs a warning for arguments without an effect.
 
+    With a `horizon` it runs ahead in virtual time on asyncio: the tokens of several steps then come in one
+    `TimedOutput`, at the time of the last.
+
     A request with an answer in `recorded`, or in the file of the arguments instead, gets that answer. After a stop one
     chunk with finish reason cancelled follows, after a kill nothing; either way, and when a stream is closed or
     dropped, the request's blocks are free at once. `cleanup` ends running requests as a stop does, and the sockets.
@@ -83,6 +87,7 @@ class MockEngine(LLMEngine):
         exchange: TransferExchange | None = None,
         token_ids: range | None = None,
         recorded: RecordedOutputs | None = None,
+        horizon: Horizon | None = None,
         model: str = MODEL,
         clock: Callable[[], float] = anyio.current_time,
     ) -> None:
@@ -97,6 +102,7 @@ class MockEngine(LLMEngine):
         self._model = model
         self._clock = clock
         self._recorded = recorded
+        self._horizon = horizon
         self._metrics: NativeMetrics | None = None
         self._owned = ExitStack()
         self._answers: dict[str, Answer] = {}
@@ -134,6 +140,7 @@ class MockEngine(LLMEngine):
                 Rank(rank, args, timing, seed_offset=worker_id * args.dp_size + rank) for rank in range(args.dp_size)
             ]
             for rank in ranks:
+                rank.horizon = self._horizon
                 rank.feed = EventFeed.bound(rank.scheduler.pool, args, rank.dp_rank, self._clock)
                 if rank.feed is not None:
                     owned.callback(rank.feed.close)

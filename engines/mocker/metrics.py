@@ -18,7 +18,8 @@ from operator import attrgetter
 from pipeline.telemetry import Sample, family
 
 from .args import MockEngineArgs
-from .rank import Histogram, Latencies, Rank
+from .latencies import Histogram, Latencies
+from .rank import Rank
 
 _VLLM_BOUNDS = (
     (

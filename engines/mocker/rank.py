@@ -9,10 +9,10 @@ A rank costs by the step: one timer, one look at the clock, and one wake for eac
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
+from array import array
 from collections import deque
-from collections.abc import Callable, Container, Iterable
-from collections.abc import Sequence as Items
+from collections.abc import Callable
+from typing import TypeAlias
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -24,9 +24,15 @@ from pipeline.loop import Timer, Wakeup, clock
 from ..publishing import ComponentSnapshot, KvEventPublisher, SnapshotPublisher
 from .args import MockEngineArgs
 from .build import make_scheduler
+from .horizon import LEAST_STEPS, Horizon, Stretch
+from .latencies import Latencies
 from .scheduling import Sequence, SequenceState, StepResult
 from .timing import TimingModel
 from .zmq_events import EventFeed
+
+ChannelOutput: TypeAlias = "tuple[Sequence, list[int], bool, array[float] | None]"
+"""Of a step with output: the sequence, its new tokens, and whether it is finished; of several steps at once also the
+time of each token."""
 
 
 class Channel:
@@ -38,78 +44,22 @@ class Channel:
     __slots__ = ("error", "news", "outputs")
 
     def __init__(self) -> None:
-        self.outputs: deque[tuple[Sequence, list[int], bool]] = deque()
-        """For each step with output: the sequence, its new tokens, and whether it is finished."""
+        self.outputs: deque[ChannelOutput] = deque()
         self.error: PenstockError | None = None
         """What ended the request, other than its last token."""
         self.news = Wakeup()
         """Set when there is something to read; also when the request is stopped."""
 
-    def deliver(self, sequence: Sequence, token_ids: list[int], is_finished: bool) -> None:
-        self.outputs.append((sequence, token_ids, is_finished))
+    def deliver(
+        self, sequence: Sequence, token_ids: list[int], is_finished: bool, times_s: array[float] | None = None
+    ) -> None:
+        self.outputs.append((sequence, token_ids, is_finished, times_s))
         self.news.wake()
 
     def fail(self, error: PenstockError) -> None:
         """The request can never be served, or the engine failed with it."""
         self.error = error
         self.news.wake()
-
-
-class Histogram:
-    """Counts of values by bounds; a bound is counted with the values below it."""
-
-    __slots__ = ("bounds", "counts", "sum")
-
-    def __init__(self, bounds: Items[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
-
-
-class Latencies:
-    """Three histograms in seconds, as engines have them: to the first token, token to token, and of whole requests.
-
-    A request that ends early counts with the tokens it has read, and not as a whole; one for no tokens is not measured.
-    The tokens of a burst share the time since the token before it. Source: dynamo lib/llm/src/mocker/metrics.rs,
-    NativeRequestTiming. Other than there, the times are those of the steps, not of the reader, and each choice counts.
-    """
-
-    def __init__(self, first_bounds: Items[float], gap_bounds: Items[float], whole_bounds: Items[float]) -> None:
-        self.first_token = Histogram(first_bounds)
-        self.token_gap = Histogram(gap_bounds)
-        self.whole = Histogram(whole_bounds)
-        self.finished = 0
-        """Requests that finished."""
-
-    def begin(self, sequences: Iterable[Sequence], now_s: float) -> None:
-        """Measure these requests from now on."""
-        for sequence in sequences:
-            sequence.begun_s = now_s
-
-    def observe_step(self, done: StepResult, live: Container[Sequence], now_s: float) -> None:
-        """Measure the output of a step, delivered now, to sequences with a reader."""
-        gaps: dict[float, int] = {}
-        for sequence in done.emitted:
-            if sequence not in live:
-                continue
-            last_s, sequence.last_token_s = sequence.last_token_s, now_s
-            if last_s is None:
-                if sequence.begun_s is not None:
-                    self.first_token.observe(now_s - sequence.begun_s)
-            elif sequence.new_tokens == 1:  # nearly all of them, since the same step
-                gaps[last_s] = gaps.get(last_s, 0) + 1
-            else:
-                self.token_gap.observe((now_s - last_s) / sequence.new_tokens, sequence.new_tokens)
-        for last_s, count in gaps.items():
-            self.token_gap.observe(now_s - last_s, count)
-        for sequence in done.finished:
-            if sequence in live and sequence.begun_s is not None:
-                self.finished += 1
-                self.whole.observe(now_s - sequence.begun_s)
 
 
 _log = logging.getLogger(__name__)
@@ -126,8 +76,8 @@ _HIT_RATE_ADMISSIONS = 1000
 class Rank:
     """Runs steps while there is work. In virtual time a step includes every request of the moment it begins.
 
-    `snapshots`, `feed` and `latencies` are optional and set from outside. Once its loop has ended, waiting and later
-    requests get EngineShutdown.
+    `snapshots`, `feed`, `latencies` and `horizon` are optional and set from outside; with a horizon it runs ahead in
+    virtual time on asyncio. Once its loop has ended, waiting and later requests get EngineShutdown.
     """
 
     def __init__(
@@ -138,6 +88,10 @@ class Rank:
         self.snapshots: SnapshotPublisher | None = None
         self.feed: EventFeed | None = None
         self.latencies: Latencies | None = None
+        self.horizon: Horizon | None = None
+        self._stretch: Stretch | None = None
+        self._timer: Timer | None = None
+        self._clock: Callable[[], float] = anyio.current_time
         self._live: dict[Sequence, Channel] = {}
         self._work = anyio.Event()
         self._room: anyio.Event | None = None
@@ -167,6 +121,7 @@ class Rank:
     def submit(
         self, sequence: Sequence, channel: Channel, *, holds_blocks: bool = False, pays_prompt: bool = False
     ) -> None:
+        self.catch_up()
         self.scheduler.submit(sequence, holds_blocks=holds_blocks, pays_prompt=pays_prompt)
         self._follow(sequence, channel)
 
@@ -181,8 +136,10 @@ class Rank:
             while True:
                 if self._has_ended:
                     raise _ended()
-                if self._reserving[0] is ticket and self.scheduler.reserve(sequence):
-                    return
+                if self._reserving[0] is ticket:
+                    self.catch_up()
+                    if self.scheduler.reserve(sequence):
+                        return
                 if self._room is None:
                     self._room = anyio.Event()
                 await self._room.wait()  # until blocks may be free, the one before has its own, or the loop has ended
@@ -192,6 +149,7 @@ class Rank:
 
     def activate(self, sequence: Sequence, channel: Channel) -> None:
         """Let a reserved sequence run: its prompt has arrived."""
+        self.catch_up()
         self.scheduler.activate(sequence)
         self._follow(sequence, channel)
 
@@ -204,11 +162,14 @@ class Rank:
 
     def release(self, sequence: Sequence) -> None:
         """Release the blocks of a finished sequence that holds them."""
+        self.catch_up()
         self.scheduler.release(sequence)
         self._make_room()
 
     def cancel(self, sequence: Sequence) -> None:
         """Drop the sequence and release its blocks. Idempotent."""
+        if sequence.stage is not SequenceState.ENDED:
+            self.catch_up()
         self._live.pop(sequence, None)
         if sequence.stage is not SequenceState.ENDED:
             self.scheduler.cancel(sequence)
@@ -231,30 +192,98 @@ class Rank:
 
     async def run(self) -> None:
         """Run the step loop until it is cancelled; requests that wait then get EngineShutdown."""
-        due_s, now, timer = 0.0, clock(), Timer()
+        due_s, since_s, now, timer = 0.0, None, clock(), Timer()
         is_exact = timer.is_exact
+        self._timer, self._clock = timer, now
+        if self.horizon is not None and is_exact:
+            self.horizon.join(self)
         least_s = 0.0 if is_exact else MIN_SLEEP_S
         try:
             while True:
-                if self.scheduler.is_idle:
+                if since_s is None and self.scheduler.is_idle:
                     await self._wait_for_work()
                 if is_exact:
-                    await timer.settle()  # a request of this very moment is in time for the step
-                done = self._step()
+                    began_s, since_s = now() if since_s is None else since_s, None
+                    await timer.settle(began_s)  # a request of this very moment is in time for the step
+                    if self.horizon is not None and (stretch := self._run_ahead(max(due_s, began_s))) is not None:
+                        await self._until_end(stretch, timer, now)
+                        due_s, since_s = stretch.end_s, stretch.settles_since_s
+                        continue
+                    done = self._step()
+                else:
+                    done = self._step()
+                    began_s = now()
                 if not done.scheduled_tokens and done.did_nothing:  # nearly every step computes tokens
                     await self._wait_for_work()
                     continue
-                now_s = now()
-                due_s = max(due_s, now_s) + done.duration_ms / 1000
-                if due_s - now_s >= least_s:
+                due_s = max(due_s, began_s) + done.duration_ms / 1000
+                if due_s - began_s >= least_s:
                     await timer.wait_until(due_s)
                 else:
                     await checkpoint()
                 self._deliver(done, now())
         finally:
+            self.catch_up()
+            if self.horizon is not None:
+                self.horizon.leave(self)
             self._has_ended = True
             self.fail_all(_ended)
             self._wake_reservations()
+
+    def _run_ahead(self, begin_s: float) -> Stretch | None:
+        """Begin a stretch of steps if the next ones allow it."""
+        assert self.horizon is not None
+        assert self._timer is not None
+        steps = self.scheduler.uniform_steps()
+        times_ms = self.scheduler.uniform_times_ms(steps) if steps >= LEAST_STEPS else None
+        if times_ms is None:
+            return None
+        stretch = Stretch(self.scheduler.running, begin_s, times_ms, self.horizon.end_s(begin_s))
+        if len(stretch) < LEAST_STEPS or not stretch.is_spread:
+            return None
+        self._stretch = stretch
+        self._timer.stop_silently(stretch.times_s)
+        if self.feed is not None:
+            self.feed.flush()
+        self._show()
+        return stretch
+
+    async def _until_end(self, stretch: Stretch, timer: Timer, now: Callable[[], float]) -> None:
+        """Wait until the stretch, or what a cut has left of it, ends, and deliver its output."""
+        while now() < stretch.end_s:
+            await timer.wait_until(stretch.end_s)  # a cut wakes it
+        if self._stretch is stretch:
+            self._stretch = None
+            timer.stop_silently(())
+            self.scheduler.advance(len(stretch))
+            self._deliver_steps(stretch, len(stretch), len(stretch))
+        elif stretch.is_in_step:
+            self._deliver(StepResult(emitted=list(stretch.sequences)), now())
+
+    def catch_up(self) -> None:
+        """Come to the state of this moment, if the rank has run ahead: the stretch ends with the step that runs now."""
+        stretch, self._stretch = self._stretch, None
+        if stretch is None or self._timer is None:
+            return
+        self._timer.stop_silently(())
+        due = stretch.due(self._clock())
+        # A call in the moment in which a step ends may come before the next one begins.
+        has_begun = not due or self._timer.has_settled(stretch.times_s[due - 1])
+        begun = stretch.cut(due, has_begun)
+        self.scheduler.advance(begun)
+        if due:
+            self._deliver_steps(stretch, begun, due)
+        self._timer.wake()
+
+    def _deliver_steps(self, stretch: Stretch, begun: int, due: int) -> None:
+        """Deliver the output of the first `due` of the `begun` steps of a stretch."""
+        times_s = stretch.times_s[:due]
+        if self.latencies is not None:
+            self.latencies.observe_steps(stretch.sequences, times_s)
+        for sequence in stretch.sequences:
+            first = sequence.emitted - begun
+            if (channel := self._live.get(sequence)) is not None:
+                channel.deliver(sequence, sequence.output_tokens(first, first + due), False, times_s)
 
     async def _wait_for_work(self) -> None:
         self._show()

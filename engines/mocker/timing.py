@@ -7,9 +7,9 @@ other engines come in through one protocol.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
-from itertools import pairwise
+from itertools import pairwise, repeat
 from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
@@ -127,6 +127,20 @@ class StepTime:
         if not batch or not speedup:
             return 0.0
         return self.model.decode_ms(batch, active_kv_tokens, total_kv_tokens, context_tokens // batch) / speedup
+
+    def decodes_ms(
+        self, batch: int, active_kv_tokens: int, total_kv_tokens: int, context_tokens: int, steps: int
+    ) -> Iterable[float] | None:
+        """Return the same for that many steps, each with `batch` more tokens than the one before.
+
+        None for a model that may have a state or raise errors: it is to be called when its step begins.
+        """
+        if type(self.model) in (PolynomialTiming, ClassicTiming):  # the length of the context makes no difference
+            return repeat(self.decode_ms(batch, active_kv_tokens, total_kv_tokens, context_tokens), steps)
+        if type(self.model) is not InterpolatedTiming:
+            return None
+        contexts = range(context_tokens, context_tokens + steps * batch, batch)
+        return [self.decode_ms(batch, active_kv_tokens, total_kv_tokens, tokens) for tokens in contexts]
 
 
 FILE_NAME = "perf_data.npz"

@@ -6,7 +6,7 @@ from .engines import converted, engine_args_named, find_engine, hint_of
 from .fleet import Fleet
 from .graphs import HostOptions, OpenGraph, graphs_of, hosted_graph, standard_graph
 from .kv_routing import SESSION_TTL, event_log, kv_router_config
-from .routing import SILENCE, routing_to
+from .routing import SILENCE, acts_on_tokens, routing_to
 from .stages import StandardGraph, TokenGraph, line
 from .supervisor import Retry, Supervisor
 from .upstream_config import UpstreamConfig, UpstreamKind
@@ -31,6 +31,7 @@ __all__ = [
     "UpstreamConfig",
     "UpstreamGraph",
     "UpstreamKind",
+    "acts_on_tokens",
     "announced_graph",
     "converted",
     "engine_args_named",

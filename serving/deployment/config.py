@@ -29,7 +29,7 @@ from .model_files import is_gguf, model_at
 from .upstream_config import UpstreamConfig
 
 if TYPE_CHECKING:
-    from engines.mocker import RecordedOutputs
+    from engines.mocker import Horizon, RecordedOutputs
     from engines.upstream import Transport
     from pipeline.telemetry import Metrics, Tracer
 
@@ -258,6 +258,8 @@ class HostOptions:
     """Health of the process, which workers report to."""
     recorded: RecordedOutputs | None = None
     """Known answers, for mock engines to give."""
+    horizon: Horizon | None = None
+    """How far mock engines may run ahead in virtual time; None: not at all."""
     transports: Mapping[str, Transport] = field(factory=dict)
     """What replaces the network to upstream servers, by URL."""
     report_loading: ReportProgress = no_report

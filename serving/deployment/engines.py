@@ -24,7 +24,15 @@ import attrs
 from attrs import define, evolve, field, frozen
 
 from engines import DisaggregationMode, EchoEngine, LLMEngine
-from engines.mocker import MODEL, MockEngine, MockEngineArgs, RecordedOutputs, TransferExchange, transfer_order
+from engines.mocker import (
+    MODEL,
+    Horizon,
+    MockEngine,
+    MockEngineArgs,
+    RecordedOutputs,
+    TransferExchange,
+    transfer_order,
+)
 from engines.torch import ReportProgress, no_report
 from pipeline import InvalidArgument, PenstockError, to_error
 from pipeline.foreign import raise_if_ours
@@ -122,6 +130,8 @@ class Deployment:
     """Where engines transfer blocks."""
     recorded: RecordedOutputs | None = None
     """Known answers."""
+    horizon: Horizon | None = None
+    """How far mock engines may run ahead; None: not at all."""
     model_path: Path | None = None
     """Folder or file of the model; None: there is none."""
     lora: Mapping[str, Path] = field(factory=dict)
@@ -198,6 +208,7 @@ def _mocker(arguments: dict[str, Any], deployment: Deployment) -> LLMEngine:
         exchange=deployment.exchange,
         token_ids=deployment.token_ids,
         recorded=deployment.recorded,
+        horizon=deployment.horizon,
         model=name,
         clock=time.time,
     )

@@ -51,6 +51,7 @@ class Fleet:
         self._config, self._hosting, self._model, self._runtime = config, hosting, model, runtime
         self._deployment: Deployment = config.deployment(config.modes[0])
         self._deployment.recorded = hosting.recorded
+        self._deployment.horizon = hosting.horizon
         self._deployment.report_loading = hosting.report_loading
         self._running: dict[Worker, None] = {}
         self.workers: list[Worker] = []

@@ -163,6 +163,13 @@ def busy_thresholds(environment: Mapping[str, str]) -> BusyThresholds:
     return BusyThresholds(**from_environment(BusyThresholds, environment))
 
 
+def acts_on_tokens(config: GraphConfig, environment: Mapping[str, str]) -> bool:
+    """Return whether a router acts on each token as it comes, or on the time since the last one."""
+    return SILENCE.of(environment) is not None or (
+        config.router == "kv" and bool(config.kv_router.router_track_output_blocks)
+    )
+
+
 def router_of(
     workers: Workers[Any, Any],
     config: GraphConfig,

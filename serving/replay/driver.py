@@ -13,7 +13,7 @@ from collections.abc import Callable
 import anyio
 from attrs import define, field
 
-from engines.mocker import RecordedOutputs
+from engines.mocker import RecordedOutputs, TimedOutput
 from pipeline import Annotated, AsyncEngine, Cancelled, Context, InvalidArgument, PenstockError
 from pipeline.errors import BackendUnknown, Refused
 from pipeline.loop import clock
@@ -110,6 +110,10 @@ class LoadDriver:
         """Return the same, rounded to the nanosecond as in reports; requests are sent at the exact time."""
         return to_nanosecond(self.now_ms())
 
+    def _to_sample_ms(self, time_s: float) -> float:
+        """Return a time of the loop's clock as `sample_ms` returns now."""
+        return to_nanosecond((time_s - self._began_s) * 1000.0)
+
     async def _until_next(self) -> None:
         """Wait until a request is due, or one has ended, which may make another due."""
         next_ms = self.schedule.next_due_ms()
@@ -169,7 +173,10 @@ class LoadDriver:
                 if data.token_ids:
                     if not tokens:
                         tracker.record_token()
-                    sample.tokens(sample_ms(), len(data.token_ids))
+                    if isinstance(data, TimedOutput):
+                        sample.tokens_at(map(self._to_sample_ms, data.token_times_s))
+                    else:
+                        sample.tokens(sample_ms(), len(data.token_ids))
                     tokens += data.token_ids
                 if data.completion_usage is not None or data.routing_data is not None:
                     _record_item(data, sample, tracker)

@@ -9,7 +9,7 @@ import anyio
 from attrs import define, field
 
 from engines import Worker
-from engines.mocker import MockEngine
+from engines.mocker import Horizon, MockEngine
 from pipeline.protocols import RequestPhase, RequestTracker, RoutingData
 from pipeline.protocols.timing import TimingInfo, WorkerIdInfo
 
@@ -118,8 +118,17 @@ class FleetRecorder:
                 self._numbers[worker.worker_id] = number
         return self._numbers[worker_id]
 
-    async def run_script(self, script: Sequence[Fault], now_ms: Callable[[], float]) -> None:
-        """Run the fault script, in order for each worker. Raise the error of a worker that cannot return."""
+    async def run_script(
+        self, script: Sequence[Fault], now_ms: Callable[[], float], horizon: Horizon | None = None
+    ) -> None:
+        """Run the fault script, in order for each worker. Raise the error of a worker that cannot return.
+
+        Engines do not run ahead beyond a fault by their horizon.
+        """
+        if horizon is not None:
+            now_s, at_ms = anyio.current_time(), now_ms()
+            for fault in script:
+                horizon.add_cut(now_s + (fault.at_ms - at_ms) / 1000.0)
         by_worker: dict[tuple[Role, int], list[Fault]] = {}
         for fault in script:
             by_worker.setdefault((fault.role, fault.worker), []).append(fault)

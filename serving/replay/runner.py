@@ -13,7 +13,10 @@ from typing import Any
 
 import anyio
 
-from ..deployment import GraphConfig, HostOptions, hosted_graph
+from engines.mocker import Horizon
+from pipeline.loop import Timer
+
+from ..deployment import GraphConfig, HostOptions, acts_on_tokens, hosted_graph
 from .driver import LoadDriver, TokenGraph, recorded_outputs
 from .faults import Fault, RollingRestart, plan_faults
 from .observe import FleetRecorder, WorkerNumber
@@ -78,23 +81,37 @@ async def run_config(
     gpus_per_worker: int = 1,
     gpus_per_prefill_worker: int | None = None,
     stop_when: Callable[[], Awaitable[object]] | None = None,
+    step_by_step: bool = False,
 ) -> Report:
     """Return the report of a trace through a standard graph, whose workers fail and return by the fault script.
 
     Mock engines generate the answers that the trace has. `environment` is that of the graph, default empty. GPUs are
-    for the costs; a prefill worker has as many as others by default. The other arguments are those of `run`. Raise as
-    `run` does, and InvalidArgument for an invalid script.
+    for the costs; a prefill worker has as many as others by default. In virtual time on asyncio mock engines run ahead
+    where that changes no figure; `step_by_step` prevents it. The other arguments are those of `run`. Raise as `run`
+    does, and InvalidArgument for an invalid script.
     """
     script = plan_faults(faults, workers=config.workers, prefill_workers=config.prefill_workers)
     schedule = Schedule.of(trace, speed_up=speed_up, sessions_at_a_time=sessions_at_a_time)
     samples = Samples(interval_ms)
-    async with hosted_graph(config, HostOptions(environment or {}, recorded=recorded_outputs(trace))) as opened:
+    environment = environment or {}
+    horizon = None if step_by_step or acts_on_tokens(config, environment) else Horizon()
+    hosting = HostOptions(environment, recorded=recorded_outputs(trace), horizon=horizon)
+    async with hosted_graph(config, hosting) as opened:
         fleet = FleetRecorder(opened.fleet, samples)
         driver = LoadDriver(opened.tokens, schedule, samples, number_of=fleet.number_of, on_progress=on_progress)
-        is_interrupted = await _run_driver(driver, stop_when, partial(fleet.run_script, script, driver.now_ms))
+        stop = stop_when if stop_when is None or horizon is None else partial(_caught_up, stop_when, horizon)
+        run_script = partial(fleet.run_script, script, driver.now_ms, horizon)
+        is_interrupted = await _run_driver(driver, stop, run_script)
         fleet.record_preemptions()
     gpus = {"gpus_per_worker": gpus_per_worker, "gpus_per_prefill_worker": gpus_per_prefill_worker}
     return _report(trace, schedule, samples, settings, is_interrupted, limits=limits, per_request=per_request, **gpus)
+
+
+async def _caught_up(stop_when: Callable[[], Awaitable[object]], horizon: Horizon) -> None:
+    """Return after `stop_when`, once all tokens until then are recorded."""
+    await stop_when()
+    horizon.catch_up()
+    await Timer().settle()
 
 
 def _report(

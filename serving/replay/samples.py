@@ -16,7 +16,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from itertools import islice
 from math import inf
@@ -120,6 +120,10 @@ class RequestSample:
             self._times.append(now_ms)
         elif count > 1:
             self._times.extend((now_ms,) * count)
+
+    def tokens_at(self, times_ms: Iterable[float]) -> None:
+        """Record one token at each of these times, which are in order."""
+        self._times.extend(times_ms)
 
     def worker(self, role: Role = "decode") -> int | None:
         """Return the last worker of that role."""

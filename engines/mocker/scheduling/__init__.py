@@ -2,9 +2,9 @@
 
 from ...block_pool import BlockPool, OnEvent
 from .policies import Burst, NoEvictPolicy, Policy, SglangPolicy, VllmPolicy, accept_rates
-from .scheduler import ROLES, Scheduler
+from .scheduler import Scheduler
 from .sequence import AT_ONCE_TOKENS, Sequence, SequenceState, u32s
-from .step import StepResult
+from .step import ROLES, StepResult
 
 __all__ = [
     "AT_ONCE_TOKENS",

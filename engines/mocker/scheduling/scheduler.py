@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
-
-from attrs import frozen
 
 from pipeline import ContractViolation
 
@@ -12,21 +11,7 @@ from ...block_pool import BlockPool
 from ..timing import PolynomialTiming, StepTime
 from .policies import UNBOUNDED, Burst, Policy, VllmPolicy
 from .sequence import NEVER, Sequence, SequenceState
-from .step import Queue, StepPlan, StepResult
-
-
-@frozen
-class Role:
-    """What takes time on a worker, by its type."""
-
-    charges_prompts: bool = True
-    """Whether computing a prompt takes time; if not, only of requests submitted with `pays_prompt`."""
-    charges_tokens: bool = True
-    """Whether generating tokens takes time, several of them at once included."""
-
-
-ROLES = {"aggregated": Role(), "prefill": Role(charges_tokens=False), "decode": Role(charges_prompts=False)}
-"""By worker type. The prompts of a decode worker are computed by a prefill worker."""
+from .step import ROLES, Queue, Role, StepPlan, StepResult
 
 
 class Scheduler:
@@ -185,6 +170,41 @@ class Scheduler:
         self._emit(done)
         self._policy.after_step(bool(done.preempted))
         return done
+
+    def uniform_steps(self) -> int:
+        """Return how many of the next steps do nothing but give each running sequence one new token.
+
+        In these no sequence begins, finishes, takes a block or fills one. 0 if that may be otherwise.
+        """
+        running = self._running
+        if not running or self._queue.waiting or self._queue.ready or len(running) > self._max_tokens:
+            return 0
+        if self._burst is not None or not self._role.charges_tokens:
+            return 0
+        least = NEVER
+        for sequence in running:
+            length = sequence.length
+            if sequence.computed != length - 1 or length <= sequence.prompt_tokens or length != sequence.emitted_length:
+                return 0
+            ends = min(sequence.end - 1, sequence.next_full, sequence.room + 1)
+            least = min(least, ends - length)
+        return max(0, least)
+
+    def uniform_times_ms(self, steps: int) -> Iterable[float] | None:
+        """Return the time of each of that many uniform steps; None if the model of time has to be called at each."""
+        context_tokens = sum(sequence.length for sequence in self._running)
+        active, capacity = self.pool.active * self.block_size, self.pool.capacity * self.block_size
+        return self._time.decodes_ms(len(self._running), active, capacity, context_tokens, steps)
+
+    def advance(self, steps: int) -> None:
+        """Do that many uniform steps."""
+        for sequence in self._running:
+            sequence.length += steps
+            sequence.computed += steps
+            sequence.emitted_length += steps
+            sequence.new_tokens = 1
+        for _ in range(steps):
+            self._policy.after_step(False)
 
     def _plan_prompts_first(self, plan: StepPlan, done: StepResult) -> None:
         for sequence in tuple(self._running):

@@ -1,4 +1,5 @@
-"""One forward pass: its budget (StepPlan), its outcome (StepResult), and the sequences before it (Queue)."""
+"""One forward pass: what of it takes time (Role), its budget (StepPlan), its outcome (StepResult), and the sequences
+before it (Queue)."""
 
 from __future__ import annotations
 
@@ -6,13 +7,27 @@ from collections import deque
 from collections.abc import Sequence as Items
 from itertools import chain
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from pipeline import ContractViolation
 
 from ...block_pool import BlockPool
 from .policies import Load, Policy
 from .sequence import Sequence, SequenceState
+
+
+@frozen
+class Role:
+    """What takes time on a worker, by its type."""
+
+    charges_prompts: bool = True
+    """Whether computing a prompt takes time; if not, only of requests submitted with `pays_prompt`."""
+    charges_tokens: bool = True
+    """Whether generating tokens takes time, several of them at once included."""
+
+
+ROLES = {"aggregated": Role(), "prefill": Role(charges_tokens=False), "decode": Role(charges_prompts=False)}
+"""By worker type. The prompts of a decode worker are computed by a prefill worker."""
 
 
 @define(eq=False)

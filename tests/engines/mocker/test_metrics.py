@@ -12,7 +12,7 @@ from prometheus_client.samples import Sample
 
 from engines import as_engine
 from engines.mocker import MockEngine, MockEngineArgs
-from engines.mocker.rank import Histogram, Latencies
+from engines.mocker.latencies import Histogram, Latencies
 from engines.mocker.scheduling import Sequence, StepResult
 from engines.publishing import EngineMetrics, MetricsContext
 from pipeline import Context
