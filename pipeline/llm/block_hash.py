@@ -30,13 +30,20 @@ Media = Sequence[Sequence[int] | None]
 """For each block the hashes of the media in it, in any order; plain text has None, nothing, or no place in the list."""
 
 _TOKEN_BYTES = 4
+_U32 = next((code for code in "IL" if array(code).itemsize == _TOKEN_BYTES), "")
+"""The type code of an array of u32 on this machine."""
 _AT_ONCE_TOKENS = 65_536
 """So many are hashed in one piece, in about 2 ms: between two pieces other threads run."""
 _pair = Struct("<QQ").pack
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Return the tokens as hashed: each a little-endian u32. Raise InvalidArgument for a token that is not a u32."""
+    """Return the tokens as hashed: each a little-endian u32. Raise InvalidArgument for a token that is not a u32.
+
+    An array of u32 has these bytes already: 1 µs in place of 800 for 12,500 tokens, a list takes 340.
+    """
+    if isinstance(tokens, array) and tokens.typecode == _U32 and byteorder == "little":
+        return tokens.tobytes()
     try:
         if len(tokens) <= _AT_ONCE_TOKENS:
             return Struct(f"<{len(tokens)}I").pack(*tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,6 +46,12 @@ def test_chaining_in_pieces_equals_chaining_whole(local: list[int], cut: int) ->
 def test_a_token_that_is_no_u32_is_refused(token: object) -> None:
     with pytest.raises(InvalidArgument):
         block_hashes([1, token], 1)  # type: ignore[list-item]
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(1, 8))
+def test_an_array_has_the_hashes_of_its_list(tokens: list[int], block_size: int) -> None:
+    for typecode in "ILQ":
+        assert block_hashes(array(typecode, tokens), block_size) == block_hashes(tokens, block_size)
 
 
 def test_a_block_has_at_least_one_token() -> None:
