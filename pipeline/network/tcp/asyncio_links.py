@@ -8,6 +8,8 @@ import ssl
 from collections.abc import Callable
 from typing import cast
 
+from anyio.lowlevel import cancel_shielded_checkpoint
+
 from .links import HIGH_WATER_BYTES, Address, Link, LinkHandler, Listener
 
 _BACKLOG = 1024
@@ -78,6 +80,12 @@ class AsyncioListener(Listener):
         self.address = address
 
     async def close(self) -> None:
+        # What asyncio has accepted in this turn gets its transport in the next one; a server that is closed by then
+        # refuses it, and it stays open. uvloop has no such turn between.
+        loop = asyncio.get_running_loop()
+        for listening in self._server.sockets:
+            loop.remove_reader(listening.fileno())
+        await cancel_shielded_checkpoint()
         self._server.close()
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import socket
 import ssl
 import stat
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 import trustme
 from attrs import evolve, frozen
@@ -116,6 +118,24 @@ def _is_private(path: Path) -> bool:
 
 def _exists(path: Path) -> bool:
     return path.exists()
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_connection_that_is_accepted_while_the_plane_closes_is_left_open_by_nobody(turns: int) -> None:
+    """What is left open is a ResourceWarning once it is collected, and those fail the tests."""
+    async with AnyIOScheduler() as scheduler:
+        plane = TcpRequestPlane(scheduler, TCP)
+        await plane.open()
+        host, _, port = plane.transport["tcp"].rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=5) as caller:
+            for _ in range(turns):
+                await anyio.lowlevel.checkpoint()
+            await plane.close()
+            caller.settimeout(5)
+            with suppress(ConnectionResetError):
+                while await anyio.to_thread.run_sync(caller.recv, 1000):
+                    pass  # a Hello may have been sent before
+        gc.collect()
 
 
 async def test_without_a_place_for_a_unix_socket_there_is_the_address(
