@@ -182,16 +182,21 @@ class Frontend(Host):
             return inherited
         if (address := self.gate.admin_address(self._listener)) is None:
             return nullcontext()
-        try:
-            return listen(*address)
-        except InvalidArgument as error:
-            raise InvalidArgument(str(error), field=f"admin_{error.field}") from error.__cause__
+        return admin_listener(*address)
 
     def admin_servers(self, graph: StandardGraph, listener: socket.socket | None) -> list[HttpServer]:
         """Return the server of metrics and of the workers' state, if there is a socket for it."""
         if listener is None:
             return []
         return [self.plain(admin_app(graph, self.http, self.availability, self.telemetry), listener)]
+
+
+def admin_listener(host: str, port: int) -> socket.socket:
+    """Return the socket of an admin server. Raise InvalidArgument, its field `admin_host` or `admin_port`."""
+    try:
+        return listen(host, port)
+    except InvalidArgument as error:
+        raise InvalidArgument(str(error), field=f"admin_{error.field}") from error.__cause__
 
 
 def also_at(what: str, servers: Sequence[HttpServer]) -> str:

@@ -24,7 +24,7 @@ from attrs import frozen
 from engines import ShutdownTimes
 from engines.worker import ProcessWatch
 
-from .frontend import SHARED_HAND_OVER_S
+from .frontend import SHARED_HAND_OVER_S, admin_listener
 from .http import HttpOptions, group_app
 from .listeners import inherited_sockets, listen, url_of
 from .processes import LaunchedProcesses, LogLines, ProcessGroup, Program, Scrape, notify_ready, scraped_text
@@ -114,7 +114,7 @@ def run_up(plan: Plan, options: ServerOptions, environment: Mapping[str, str]) -
         if (http := inherited.get("http")) is None:
             http = opened.enter_context(listen(options.listen.host, options.listen.port))
         if (admin := inherited.get("admin")) is None:
-            admin = opened.enter_context(listen(options.access.admin_host, options.access.admin_port or 0))
+            admin = opened.enter_context(admin_listener(options.access.admin_host, options.access.admin_port or 0))
         folder = Path(opened.enter_context(TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True)))
         sockets = Sockets(opened, http, folder / "connections")
         PortShares.make(sockets.shares, plan.frontends)

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
 from pipeline import InvalidArgument
+from pipeline.network.tcp import TcpRequestPlane
 from serving.child_commands import command_of
 from serving.cli import commands
 from serving.cli.started_programs import check_of_workers, plan_of, routed, worker_values
@@ -18,9 +20,10 @@ from serving.deployment import kv_router_config
 from serving.http import group_app
 from serving.listeners import listen
 from serving.processes import ProgramState
-from serving.settings import ServedGraph, Settled
+from serving.runtimes import runtime_of
+from serving.settings import RUNTIME_TOKEN, RuntimeOptions, ServedGraph, ServerOptions, Settled
 from serving.socket import PORT_SHARES
-from serving.up import FRONTENDS, WORKERS, Sockets, programs_of
+from serving.up import FRONTENDS, WORKERS, Sockets, programs_of, run_up
 from tests.serving.worlds import Exchange
 
 URL = "file:/shared"
@@ -144,6 +147,51 @@ def test_a_program_has_more_time_to_end_than_it_needs_itself(sockets: Sockets) -
     assert front.end_s > 307
     one_second_more = environment | {"PENSTOCK_HTTP_HAND_OVER_SECS": "8"}
     assert programs_of(plan, URL, one_second_more, sockets)[1].end_s == front.end_s + 1
+
+
+@pytest.mark.parametrize("option", ["port", "admin_port"])
+def test_a_port_that_is_taken_is_that_of_its_option(option: str) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        options: dict[str, Any] = {"port": "0", option: str(taken.getsockname()[1])}
+        found = settled(**options)
+        with pytest.raises(InvalidArgument, match="is in use") as refused:
+            run_up(plan_of(found, 1, URL), found.made(ServerOptions), {})
+    assert refused.value.field == option
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "text"),
+    [
+        ({"runtime_host": "h"}, "runtime_host", "goes with --runtime"),
+        ({"runtime": "memory", "runtime_tls_ca": "/ca"}, "runtime_tls_ca", "goes with --runtime"),
+        ({"runtime": URL, "runtime_tls_cert": "/c"}, "runtime_tls_key", "are given together"),
+        ({"runtime": URL, "runtime_tls_key": "/k"}, "runtime_tls_cert", "are given together"),
+        ({"runtime": URL, "runtime_tls_ca": "/ca"}, "runtime_tls_ca", "goes with --runtime-tls-cert"),
+        ({"runtime": "redis://h"}, "runtime", "a runtime is at"),
+        ({"runtime": URL, "runtime_tls_cert": "/none", "runtime_tls_key": "/k"}, "runtime_tls_cert", "cannot be read"),
+        ({"runtime": URL, "runtime_tls_cert": "CERT", "runtime_tls_key": "/none"}, "runtime_tls_key", "cannot be read"),
+    ],
+)
+def test_options_of_the_runtime_that_do_not_go_together_are_named(
+    options: dict[str, str], field: str, text: str, tmp_path: Path
+) -> None:
+    trustme.CA().issue_cert("worker.test").cert_chain_pems[0].write_to_path(cert := tmp_path / "cert.pem")
+    given: dict[str, Any] = {name: value.replace("CERT", str(cert)) for name, value in options.items()}
+    with pytest.raises(InvalidArgument, match=text) as refused:
+        runtime_of(settled("status", **given).made(RuntimeOptions), {})
+    assert refused.value.field == field
+
+
+def test_a_runtime_in_memory_is_that_of_a_process_alone() -> None:
+    for found in (settled("status"), settled("status", runtime="memory")):
+        assert found.made(RuntimeOptions).url is None
+
+
+def test_the_token_of_a_runtime_has_no_blanks_around_it(tmp_path: Path) -> None:
+    options = settled("status", runtime=f"file:{tmp_path}").made(RuntimeOptions)
+    requests = runtime_of(options, {RUNTIME_TOKEN: " secret\n"}).requests
+    assert isinstance(requests, TcpRequestPlane)
+    assert requests.options.token == "secret"
 
 
 @pytest.mark.parametrize(
