@@ -10,6 +10,8 @@ import pytest
 
 from engines.adapter import RequestAdapter
 from engines.upstream import VllmUpstream
+from engines.upstream.client import Address, Client
+from engines.upstream.server_watch import HEALTH_S, ServerWatch
 from engines.upstream.upstream import LOOK_S
 from pipeline import Context
 from pipeline.errors import BackendUnknown, CannotConnect, Disconnected, EngineShutdown, PenstockError, ResponseTimeout
@@ -220,6 +222,27 @@ async def test_adapters_that_come_and_go_are_seen_at_the_next_look() -> None:
         await anyio.sleep(1)
         assert (seen, engine.known.adapters) == ([("a", "b"), ()], ())
         tasks.cancel_scope.cancel()
+
+
+async def test_a_refresh_that_hangs_does_not_end_the_watch() -> None:
+    refreshes: list[float] = []
+
+    async def hang() -> None:
+        refreshes.append(anyio.current_time())
+        await anyio.sleep_forever()
+
+    async def incarnation() -> str | None:
+        return None
+
+    async with fake_vllm() as server, anyio.create_task_group() as tasks:
+        client = Client(Address.parse(URL), 60.0, server.transport)
+        watch = ServerWatch(client, {}, None, incarnation, hang, 1.0)
+        tasks.start_soon(watch.run)
+        await anyio.sleep(3 * (HEALTH_S + 1.0))
+        assert len(refreshes) == 3
+        tasks.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            await client.aclose()
 
 
 async def test_a_connection_lost_on_the_way_is_no_restart() -> None:

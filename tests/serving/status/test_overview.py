@@ -71,6 +71,20 @@ async def test_loads_are_those_reported_last_summed_over_the_ranks() -> None:
     assert (worker.decode_blocks, worker.prefill_tokens, worker.kv_used_blocks) == (3, None, 10)
 
 
+async def test_loads_are_collected_once_however_often_it_is_looked_at_and_forgotten_with_their_worker() -> None:
+    async with deployed() as runtime:
+        publisher = runtime.events.publisher(Scope("ns", "backend"), "kv_metrics")
+        with Gatherer(runtime) as gatherer:
+            for _ in range(5):
+                await gatherer.gather()
+            assert len(gatherer._subscriptions.disposable) == 2, "one for each component"
+            for worker_id in (1, 77):
+                publisher.publish(ActiveLoad(worker_id, 0, kv_used_blocks=1))
+            await anyio.sleep(0.1)
+            await gatherer.gather()
+            assert {worker_id for worker_id, _ in gatherer._loads} == {1}
+
+
 async def test_a_worker_that_does_not_answer_is_shown_all_the_same() -> None:
     async with Runtime.in_process() as runtime:
         config = WorkerConfig(namespace="ns", model_name="m")
