@@ -70,6 +70,7 @@ class Answer:
 
     def _stopped(self) -> None:
         self.rank.catch_up()
+        self.rank.flush(self.sequences)
         self.channel.news.wake()
 
     def give_up(self) -> None:

@@ -69,8 +69,8 @@ class MockEngine(LLMEngine):
     of day in seconds for KV events over ZeroMQ, by default the loop's time. Raises InvalidArgument if the arguments
     describe a predictor of times and there is no `timing`; the start logs a warning for arguments without an effect.
 
-    With a `horizon` it runs ahead in virtual time on asyncio: the tokens of several steps then come in one
-    `TimedOutput`, at the time of the last.
+    With a `horizon` it runs ahead in virtual time on asyncio: the tokens after the first then come in one
+    `TimedOutput`, with the last.
 
     A request with an answer in `recorded`, or in the file of the arguments instead, gets that answer. After a stop one
     chunk with finish reason cancelled follows, after a kill nothing; either way, and when a stream is closed or

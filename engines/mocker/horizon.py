@@ -1,11 +1,13 @@
 """Running ahead: in virtual time a rank computes many steps at once where they concern none but their own requests.
 
     step ─ step ─ [ stretch: every running sequence gets a token a step, nothing else changes ] ─ step
-                        └── one timer; tokens leave together at its end, as a TimedOutput with the time of each
+                        └── one timer                                              first token ──► at its time
+                                                                all others, as a TimedOutput ──► with the last
 
 A stretch ends before the step in which a sequence finishes, fills a block or needs one. Any call to the rank meanwhile
-(a new request, a cancellation, a reservation) cuts it: the rank is then in the very state it would be in step by step,
-and the tokens due until then have left. So the times of all tokens, and all that others see of the rank, are the same.
+(a new request, a cancellation, a reservation) cuts it: the rank is then in the very state it would be in step by step.
+The tokens after a request's first are kept back until its last, a stop, or a time at which its worker may end. So the
+times of all tokens, and all that others see of the rank, are the same.
 
 Not for real time, and not where a stage acts on each token as it comes, or on silence between tokens.
 """
@@ -47,7 +49,10 @@ class Follower(Protocol):
     """A rank that may have run ahead."""
 
     def catch_up(self) -> None:
-        """Come to the state of this moment: tokens due until now have left, and later ones are not computed."""
+        """Come to the state of this moment; later steps are not computed."""
+
+    def flush(self) -> None:
+        """Deliver all output that is due."""
 
 
 class Horizon:
@@ -73,6 +78,7 @@ class Horizon:
         """Let all ranks come to the state of this moment; then their readers need a turn each to read the tokens."""
         for follower in list(self._followers):
             follower.catch_up()
+            follower.flush()
 
     def end_s(self, now_s: float) -> float:
         """Return the time before which steps may end that begin now."""

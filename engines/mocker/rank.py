@@ -12,6 +12,7 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from typing import TypeAlias
 
 import anyio
@@ -90,8 +91,11 @@ class Rank:
         self.latencies: Latencies | None = None
         self.horizon: Horizon | None = None
         self._stretch: Stretch | None = None
+        self._held: dict[Sequence, tuple[int, array[float]]] = {}
+        """Output that is due and not delivered yet: the output index of the first token, and the time of each."""
         self._timer: Timer | None = None
         self._clock: Callable[[], float] = anyio.current_time
+        self._is_exact = False
         self._live: dict[Sequence, Channel] = {}
         self._work = anyio.Event()
         self._room: anyio.Event | None = None
@@ -171,6 +175,7 @@ class Rank:
         if sequence.stage is not SequenceState.ENDED:
             self.catch_up()
         self._live.pop(sequence, None)
+        self._held.pop(sequence, None)
         if sequence.stage is not SequenceState.ENDED:
             self.scheduler.cancel(sequence)
             self._make_room()
@@ -187,13 +192,14 @@ class Rank:
 
     def fail_all(self, error: Callable[[], PenstockError]) -> None:
         """End every waiting request with an error of its own."""
+        self.flush()
         for channel in list(self._live.values()):
             channel.fail(error())
 
     async def run(self) -> None:
         """Run the step loop until it is cancelled; requests that wait then get EngineShutdown."""
         due_s, since_s, now, timer = 0.0, None, clock(), Timer()
-        is_exact = timer.is_exact
+        self._is_exact = is_exact = timer.is_exact
         self._timer, self._clock = timer, now
         if self.horizon is not None and is_exact:
             self.horizon.join(self)
@@ -217,6 +223,8 @@ class Rank:
                     await self._wait_for_work()
                     continue
                 due_s = max(due_s, began_s) + done.duration_ms / 1000
+                if self._held and not self._may_hold(began_s, due_s):
+                    self.flush()
                 if due_s - began_s >= least_s:
                     await timer.wait_until(due_s)
                 else:
@@ -224,6 +232,7 @@ class Rank:
                 self._deliver(done, now())
         finally:
             self.catch_up()
+            self.flush()
             if self.horizon is not None:
                 self.horizon.leave(self)
             self._has_ended = True
@@ -256,7 +265,7 @@ class Rank:
             self._stretch = None
             timer.stop_silently(())
             self.scheduler.advance(len(stretch))
-            self._deliver_steps(stretch, len(stretch), len(stretch))
+            self._hold_steps(stretch, len(stretch), len(stretch))
         elif stretch.is_in_step:
             self._deliver(StepResult(emitted=list(stretch.sequences)), now())
 
@@ -272,20 +281,38 @@ class Rank:
         begun = stretch.cut(due, has_begun)
         self.scheduler.advance(begun)
         if due:
-            self._deliver_steps(stretch, begun, due)
+            self._hold_steps(stretch, begun, due)
         self._timer.wake()
 
-    def _deliver_steps(self, stretch: Stretch, begun: int, due: int) -> None:
-        """Deliver the output of the first `due` of the `begun` steps of a stretch."""
+    def _may_hold(self, now_s: float, due_s: float) -> bool:
+        """Return whether output may be kept back that is due before the step that ends at `due_s` has ended."""
+        return self.horizon is not None and self._is_exact and due_s < self.horizon.end_s(now_s)
+
+    def _hold(self, sequence: Sequence, first: int, times_s: Items[float]) -> None:
+        """Keep output back: it is delivered with the last token, or at a `flush`."""
+        held = self._held.get(sequence)
+        if held is None:
+            held = self._held[sequence] = first, array("d")
+        held[1].extend(times_s)
+
+    def flush(self, sequences: Items[Sequence] | None = None) -> None:
+        """Deliver the output of these sequences that was kept back, by default of all."""
+        for sequence in list(self._held) if sequences is None else sequences:
+            held, channel = self._held.pop(sequence, None), self._live.get(sequence)
+            if held is not None and channel is not None:
+                first, times_s = held
+                channel.deliver(sequence, sequence.output_tokens(first, first + len(times_s)), False, times_s)
+
+    def _hold_steps(self, stretch: Stretch, begun: int, due: int) -> None:
+        """Keep back the output of the first `due` of the `begun` steps of a stretch."""
         times_s = stretch.times_s[:due]
         if self.latencies is not None:
             self.latencies.observe_steps(stretch.sequences, times_s)
         for sequence in stretch.sequences:
-            first = sequence.emitted - begun
-            if (channel := self._live.get(sequence)) is not None:
-                channel.deliver(sequence, sequence.output_tokens(first, first + due), False, times_s)
+            self._hold(sequence, sequence.emitted - begun, times_s)
 
     async def _wait_for_work(self) -> None:
+        self.flush()
         self._show()
         await self._work.wait()
         self._work = anyio.Event()
@@ -315,17 +342,30 @@ class Rank:
         live = self._live
         if self.latencies is not None:
             self.latencies.observe_step(done, live, now_s)
+        holds = self._may_hold(now_s, now_s)
         for sequence in done.emitted:
             channel = live.get(sequence)
             if channel is not None:
                 is_finished = sequence.length == sequence.end
                 if is_finished:
                     del live[sequence]
-                channel.deliver(sequence, sequence.new_token_ids(), is_finished)
+                if holds and sequence.emitted > sequence.new_tokens:
+                    self._hold(sequence, sequence.emitted - sequence.new_tokens, (now_s,) * sequence.new_tokens)
+                    if is_finished:
+                        first, times_s = self._held.pop(sequence)
+                        channel.deliver(sequence, sequence.output_tokens(first), True, times_s)
+                else:
+                    channel.deliver(sequence, sequence.new_token_ids(), is_finished)
+        self._deliver_ends(done)
+
+    def _deliver_ends(self, done: StepResult) -> None:
+        """End the requests that a step has ended without a token."""
+        live = self._live
         for sequence in done.completed_empty:
             if (channel := live.pop(sequence, None)) is not None:
                 channel.deliver(sequence, [], True)
         for sequence in done.rejected:
+            self.flush((sequence,))
             if (channel := live.pop(sequence, None)) is not None:
                 channel.fail(InvalidArgument(REJECTED))
 
