@@ -66,7 +66,8 @@ async def _peer_router(library: Any, folder: Path, workers: int) -> tuple[Any, l
     serving = asyncio.ensure_future(endpoint.serve_endpoint(_no_answer))
     await asyncio.sleep(1)
     kind = library.ModelInput.Tensor, library.ModelType.TensorBased
-    await library.register_model(*kind, endpoint, "m", runtime_config=library.ModelRuntimeConfig())
+    settings = {"runtime_config": library.ModelRuntimeConfig(), "worker_type": library.WorkerType.Aggregated}
+    await library.register_model(*kind, endpoint, "m", **settings)
     ids = _copy_worker(folder, workers)
     await asyncio.sleep(1)  # until it has read them
     config = library.KvRouterConfig(use_kv_events=False, router_ttl_secs=FOREVER_S)
@@ -128,7 +129,10 @@ async def _seconds(workers: int) -> list[float]:
             if library is not None:
                 tree.apply_event(rank.worker_id, stored.as_json())
         queries = [
-            _deepest(index.find_matches, lambda tokens: PromptBlocks(tokens, BLOCK_TOKENS).local_hashes),
+            _deepest(
+                lambda local: index.find_matches(local).by_rank(),
+                lambda tokens: PromptBlocks(tokens, BLOCK_TOKENS).local_hashes,
+            ),
             _advised(ours),
         ]
         if library is not None:
@@ -145,6 +149,10 @@ def _at_random(workers: int) -> Query:
         return random.randrange(workers), 0
 
     return put
+
+
+def _found_in(index: KvIndex) -> Callable[[Any], Any]:
+    return lambda local_hashes: index.find_matches(local_hashes).by_rank()
 
 
 def _advised(router: KvRouter) -> Query:

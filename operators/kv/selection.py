@@ -236,11 +236,12 @@ def select_worker(
     judged = judge(prompt, candidates, overlap, loads, settings, worker_type)
     position = pick(judged.costs, settings.temperature, rng)
     rank = candidates.ranks[position]
-    effective_blocks = overlap.effective_blocks(rank, settings)
+    blocks = judged.device[position]
+    effective_blocks = overlap.effective_blocks(rank, settings) if overlap.has_lower_tiers else blocks
     return Decision(
         rank,
         judged.costs[position],
-        judged.device[position],
+        blocks,
         max(judged.device),
         effective_blocks,
         in_tokens(effective_blocks, prompt.block_size_tokens),
