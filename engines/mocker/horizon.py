@@ -18,8 +18,9 @@ from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from itertools import accumulate, pairwise
+from itertools import accumulate, repeat
 from math import inf
+from operator import sub, truediv
 from typing import Protocol
 
 from attrs import define, field
@@ -92,7 +93,7 @@ class Stretch:
     __slots__ = ("begin_s", "end_s", "is_cut", "is_in_step", "sequences", "times_s")
 
     def __init__(self, sequences: Items[Sequence], begin_s: float, durations_ms: Iterable[float], until_s: float):
-        times_s = array("d", accumulate((ms / 1000 for ms in durations_ms), initial=begin_s))
+        times_s = array("d", accumulate(map(truediv, durations_ms, repeat(1000)), initial=begin_s))
         del times_s[0]
         del times_s[bisect_left(times_s, until_s) :]
         self.sequences = sequences
@@ -112,7 +113,8 @@ class Stretch:
     def is_spread(self) -> bool:
         """Whether no two steps end in the same moment."""
         ends_s = self.times_s
-        return all(after_s - before_s > _LEAST_STEP_S for before_s, after_s in pairwise((self.begin_s, *ends_s)))
+        shortest_s: float = min(map(sub, ends_s, (self.begin_s, *ends_s)))
+        return shortest_s > _LEAST_STEP_S
 
     @property
     def settles_since_s(self) -> float | None:

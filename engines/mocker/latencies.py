@@ -6,7 +6,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Container, Iterable
 from collections.abc import Sequence as Items
-from itertools import pairwise
+from operator import sub
 
 from .scheduling import Sequence, StepResult
 
@@ -24,6 +24,14 @@ class Histogram:
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
+
+    def observe_all(self, values: Iterable[float], times: int) -> None:
+        """Observe each of the values that often."""
+        bounds, counts, total = self.bounds, self.counts, self.sum
+        for value in values:
+            counts[bisect_left(bounds, value)] += times
+            total += value * times
+        self.sum = total
 
 
 class Latencies:
@@ -70,8 +78,7 @@ class Latencies:
             if sequence.last_token_s is not None:
                 self.token_gap.observe(times_s[0] - sequence.last_token_s)
             sequence.last_token_s = times_s[-1]
-        for before_s, after_s in pairwise(times_s):
-            self.token_gap.observe(after_s - before_s, len(sequences))
+        self.token_gap.observe_all(map(sub, times_s[1:], times_s), len(sequences))
 
     def _observe_ends(self, done: StepResult, live: Container[Sequence], now_s: float) -> None:
         for sequence in done.finished:

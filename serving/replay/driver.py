@@ -8,7 +8,7 @@ The graph is any engine of requests in tokens. Time is the loop's, real or virtu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import anyio
 from attrs import define, field
@@ -21,7 +21,7 @@ from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedReques
 from pipeline.protocols.openai import AgentHints
 
 from .observe import SampleTracker, WorkerNumber
-from .samples import RequestSample, Samples, Status, to_nanosecond
+from .samples import NANOSECOND_DIGITS, RequestSample, Samples, Status, to_nanosecond
 from .schedule import DueRequest, Schedule
 from .traces import Trace
 
@@ -110,9 +110,10 @@ class LoadDriver:
         """Return the same, rounded to the nanosecond as in reports; requests are sent at the exact time."""
         return to_nanosecond(self.now_ms())
 
-    def _to_sample_ms(self, time_s: float) -> float:
-        """Return a time of the loop's clock as `sample_ms` returns now."""
-        return to_nanosecond((time_s - self._began_s) * 1000.0)
+    def _to_samples_ms(self, times_s: Iterable[float]) -> list[float]:
+        """Return times of the loop's clock as `sample_ms` returns now; without a call for each token."""
+        began_s = self._began_s
+        return [round((time_s - began_s) * 1000.0, NANOSECOND_DIGITS) for time_s in times_s]
 
     async def _until_next(self) -> None:
         """Wait until a request is due, or one has ended, which may make another due."""
@@ -174,7 +175,7 @@ class LoadDriver:
                     if not tokens:
                         tracker.record_token()
                     if isinstance(data, TimedOutput):
-                        sample.tokens_at(map(self._to_sample_ms, data.token_times_s))
+                        sample.tokens_at(self._to_samples_ms(data.token_times_s))
                     else:
                         sample.tokens(sample_ms(), len(data.token_ids))
                     tokens += data.token_ids
