@@ -36,9 +36,6 @@ ShowLoading = Callable[[], AbstractContextManager[ReportProgress]]
 _STATUS_HOST = "0.0.0.0"
 """All addresses: probes come from outside the container."""
 
-GC_OBJECTS = 10_000
-"""Objects that are new since the last garbage collection when the next one begins."""
-
 SHARED_HAND_OVER_S = 1.0
 """By default, how long a front end that shares its port hands its connections over."""
 
@@ -211,11 +208,9 @@ def announce(line: str, host: Host) -> None:
 
 
 def settle() -> None:
-    """Exclude the objects of the start-up, which stay anyway, from every later garbage collection, and collect less.
+    """Exclude the objects of the start-up, which stay anyway, from every later garbage collection.
 
-    A collection of all of them delays every stream by some 25 ms. Requests leave no garbage in circles, so that a
-    collection each 700 objects, Python's default, finds nothing for 3 to 7 % of the CPU.
+    A collection of all of them delays every stream by some 25 ms.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(GC_OBJECTS)
