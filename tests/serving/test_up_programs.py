@@ -170,10 +170,20 @@ async def test_a_rolling_restart_of_all_workers_and_front_ends_fails_no_request(
         assert all(state["starts"] == 2 for state in deployment.health().values())
 
 
+async def until_workers_are_known(deployment: Up, count: int) -> None:
+    """Wait until both front ends know so many workers: a ready one is in the folder, and seen with the next look."""
+    pattern = re.compile(r"^dynamo_frontend_model_workers\{.*process=\"frontend-.*\} (\S+)$", re.MULTILINE)
+    with anyio.fail_after(START_S):
+        while True:
+            page = await anyio.to_thread.run_sync(deployment.page, "/metrics")
+            if [float(each) for each in pattern.findall(page)] == [count, count]:
+                return
+            await anyio.sleep(0.2)
+
+
 async def test_killed_processes_are_replaced_and_other_requests_go_on() -> None:
     with up("--frontends=2") as deployment:
-        await until_served_again(deployment, "worker-1", 0)
-        await until_served_again(deployment, "worker-2", 0)
+        await until_workers_are_known(deployment, 2)
         async with clients(deployment.url, 4) as load:
             for name in ("worker-1", "frontend-1"):
                 state = deployment.health()[name]
