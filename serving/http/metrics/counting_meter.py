@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -88,7 +89,7 @@ class BucketCounts:
         return list(zip([*map(str, self.bounds), "+Inf"], accumulate(self.counts), strict=True))
 
 
-class _Counted(Generic[Series]):
+class _Counted(ABC, Generic[Series]):
     """The series of one instrument, by their labels."""
 
     def __init__(self, name: str, unit: str, description: str, make: Callable[[Lock], Series]) -> None:
@@ -107,9 +108,21 @@ class _Counted(Generic[Series]):
                 known = self._series.setdefault(labels, self._make(self._lock))
         return known
 
-    def shown(self) -> list[tuple[dict[str, str], Series]]:
-        """Return the series to show, with labels."""
-        return [(_shown(labels), each) for labels, each in list(self._series.items()) if each.is_shown]
+    def bind(self, labels: Mapping[str, str]) -> Callable[[float], object]:
+        """Return the function that records a value of the series with these labels."""
+        return self.of(labels).record
+
+    def family(self) -> Metric | None:
+        """Return what is to be shown; None if nothing was recorded so far."""
+        shown = [(_shown(labels), each) for labels, each in list(self._series.items()) if each.is_shown]
+        if not shown:
+            return None
+        names = sorted({name for labels, _ in shown for name in labels})
+        return self._family(names, [([labels.get(name, "") for name in names], each) for labels, each in shown])
+
+    @abstractmethod
+    def _family(self, names: list[str], shown: list[tuple[list[str], Series]]) -> Metric:
+        """Return the series by the values of these labels."""
 
 
 def _shown(labels: Iterable[tuple[str, Any]]) -> dict[str, str]:
@@ -120,24 +133,16 @@ def _shown(labels: Iterable[tuple[str, Any]]) -> dict[str, str]:
 class _Sum(_Counted[Number]):
     def __init__(self, name: str, unit: str, description: str, *, is_monotonic: bool) -> None:
         super().__init__(name, unit, description, lambda lock: Number(lock, is_monotonic=is_monotonic))
-        self._family = CounterMetricFamily if is_monotonic else GaugeMetricFamily
+        self._kind = CounterMetricFamily if is_monotonic else GaugeMetricFamily
 
     def add(self, amount: float, attributes: Attributes = None, context: object = None) -> None:
         """See OpenTelemetry."""
         self.of(attributes).record(amount)
 
-    def bind(self, labels: Mapping[str, str]) -> Callable[[float], object]:
-        """Return the function that adds to the series with these labels."""
-        return self.of(labels).record
-
-    def family(self) -> Metric | None:
-        """Return what is to be shown; None if nothing was added so far."""
-        if not (shown := self.shown()):
-            return None
-        names = sorted({name for labels, _ in shown for name in labels})
-        family = self._family(self.name, self.description, labels=names, unit=self.unit)
-        for labels, each in shown:
-            family.add_metric([labels.get(name, "") for name in names], each.value)
+    def _family(self, names: list[str], shown: list[tuple[list[str], Number]]) -> Metric:
+        family = self._kind(self.name, self.description, labels=names, unit=self.unit)
+        for values, each in shown:
+            family.add_metric(values, each.value)
         return family
 
 
@@ -149,18 +154,10 @@ class _Histogram(_Counted[BucketCounts]):
         """See OpenTelemetry."""
         self.of(attributes).record(amount)
 
-    def bind(self, labels: Mapping[str, str]) -> Callable[[float], object]:
-        """Return the function that records in the series with these labels."""
-        return self.of(labels).record
-
-    def family(self) -> Metric | None:
-        """Return what is to be shown; None if it holds no value."""
-        if not (shown := self.shown()):
-            return None
-        names = sorted({name for labels, _ in shown for name in labels})
+    def _family(self, names: list[str], shown: list[tuple[list[str], BucketCounts]]) -> Metric:
         family = HistogramMetricFamily(self.name, self.description, labels=names, unit=self.unit)
-        for labels, each in shown:
-            family.add_metric([labels.get(name, "") for name in names], each.buckets(), each.sum)
+        for values, each in shown:
+            family.add_metric(values, each.buckets(), each.sum)
         return family
 
 
