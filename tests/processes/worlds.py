@@ -205,7 +205,7 @@ class Deployment:
         return [*([self.broker] if self.broker else []), *self.workers, *self.front_ends]
 
     async def start(self) -> None:
-        """Start all programs, and wait until each is ready and each front end knows a worker."""
+        """Start all programs, and wait until each is ready and each front end knows every worker."""
         if self.broker is not None:
             self.broker.start()
             await self.broker.ready()
@@ -213,6 +213,11 @@ class Deployment:
             each.start()
         for each in (*self.workers, *self.front_ends):
             await each.ready()
+        living = await self.living()
+        for each in self.front_ends:
+            with anyio.fail_after(START_TIMEOUT_S):
+                while not living <= await self.known_to(each):  # noqa: ASYNC110
+                    await anyio.sleep(0.05)
         self.in_rotation = list(self.front_ends)
 
     def end(self) -> None:
@@ -228,6 +233,11 @@ class Deployment:
             if worker.is_running and not worker.is_paused
             for name in cast(dict[str, str], (await worker.state())["endpoints"])
         }
+
+    async def known_to(self, front_end: Program) -> set[int]:
+        """Return the ids of the workers that a front end knows, whether or not it can reach them."""
+        instances = cast(list[str], (await front_end.state())["instances"])
+        return {int(instance.rpartition("/")[2]) for instance in instances}
 
     async def registered(self) -> set[int]:
         """Return the ids of the workers that a process which comes now would send requests to."""
