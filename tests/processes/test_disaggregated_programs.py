@@ -11,8 +11,9 @@ from typing import Literal
 import anyio
 import pytest
 
+from tests.ports import reserved_port
 from tests.processes.load import Load
-from tests.processes.worlds import MODEL, TOKEN, Deployment, Program, free_port, penstock
+from tests.processes.worlds import MODEL, TOKEN, Deployment, Program, penstock
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +23,7 @@ TRANSFER = ("bootstrap_port=9000", "kv_bytes_per_token=131072", "kv_transfer_ban
 
 
 def worker(folder: Path, mode: Literal["prefill", "decode"], number: int, environment: dict[str, str]) -> Program:
-    port = free_port()
+    port = reserved_port()
     arguments = ["worker", "mocker", "--model-name", MODEL, "--disaggregation-mode", mode]
     command = penstock(*arguments, *(f"--engine-arg={argument}" for argument in TRANSFER))
     own = environment | {"DYN_SYSTEM_PORT": str(port)}
@@ -32,7 +33,7 @@ def worker(folder: Path, mode: Literal["prefill", "decode"], number: int, enviro
 @contextmanager
 def deployment(folder: Path) -> Iterator[Deployment]:
     """Yield two prefill workers, two decode workers and a front end, not started."""
-    url, port = f"file:{folder / 'runtime'}", free_port()
+    url, port = f"file:{folder / 'runtime'}", reserved_port()
     environment = {
         "PENSTOCK_RUNTIME": url,
         "PENSTOCK_RUNTIME_TOKEN": TOKEN,

@@ -8,15 +8,16 @@ from random import Random
 import anyio
 import pytest
 
+from tests.ports import reserved_port
 from tests.processes.load import Load
-from tests.processes.worlds import Program, free_port, penstock, until
+from tests.processes.worlds import Program, penstock, until
 
 pytestmark = pytest.mark.slow
 
 
 async def outcomes(folder: Path, *engine: str, answers: int, kill: bool = False) -> Load:
     """Return a load after so many answers of a server, which may be killed before the last ones."""
-    port = free_port()
+    port = reserved_port()
     command = penstock("serve", "--port", str(port), "--model-name", "mock", *engine)
     server = Program("server", command, folder, health_url=f"http://127.0.0.1:{port}/health")
     load = Load(lambda: server if server.is_running else None, Random(1), clients=3, tokens=(5, 20))

@@ -14,7 +14,8 @@ import anyio
 import pytest
 
 from tests.edge.model_folder import write_model_folder
-from tests.processes.worlds import START_TIMEOUT_S, TOKEN, Program, free_port, nats_server, penstock, until
+from tests.ports import reserved_port
+from tests.processes.worlds import START_TIMEOUT_S, TOKEN, Program, nats_server, penstock, until
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +25,7 @@ class Site:
 
     def __init__(self, folder: Path, runtime: str, running: ExitStack) -> None:
         self.folder, self._running = folder, running
-        self.port = free_port()
+        self.port = reserved_port()
         self._environment = {
             "PENSTOCK_RUNTIME": runtime,
             "PENSTOCK_RUNTIME_TOKEN": TOKEN,
@@ -42,7 +43,7 @@ class Site:
 
     def worker(self, name: str, *arguments: str) -> Program:
         """A worker that echoes."""
-        port = free_port()
+        port = reserved_port()
         return self.program(name, port, "worker", "echo", *arguments, DYN_SYSTEM_PORT=str(port))
 
     def front_end(self) -> Program:
@@ -89,7 +90,7 @@ async def site_of(folder: Path, kind: str) -> AsyncIterator[Site]:
     with ExitStack() as running:
         runtime = f"file:{folder / 'runtime'}"
         if kind == "nats":
-            broker = nats_server(folder, port := free_port())
+            broker = nats_server(folder, port := reserved_port())
             running.callback(broker.kill)
             broker.start()
             await broker.ready()

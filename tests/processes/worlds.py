@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -20,20 +19,13 @@ from attrs import Factory, define, evolve, field, frozen
 
 from pipeline.network import EndpointId, Instance, Runtime
 from pipeline.network.tcp import TcpOptions
+from tests.ports import reserved_port
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "a-secret-of-the-tests"
 MODEL = "mock"
 START_TIMEOUT_S = 60.0
 """Seconds for a program to start while all others do, on a machine with two cores."""
-
-
-def free_port() -> int:
-    """Return a port that nothing listens on now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 @frozen
@@ -93,7 +85,7 @@ class Program:
 
     def _is_healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(self.health_url, timeout=2) as response:
+            with urllib.request.urlopen(self.health_url, timeout=10) as response:
                 return bool(response.status == 200)
         except OSError:
             return False
@@ -103,7 +95,7 @@ class Program:
 
         def read() -> bytes:
             try:
-                with urllib.request.urlopen(self.health_url, timeout=5) as response:
+                with urllib.request.urlopen(self.health_url, timeout=30) as response:
                     return bytes(response.read())
             except urllib.error.HTTPError as answer:
                 with answer:
@@ -177,7 +169,7 @@ def penstock(*arguments: str) -> list[str]:
 
 def nats_server(folder: Path, port: int) -> Program:
     """Return a NATS server whose data survive its death."""
-    monitor = free_port()
+    monitor = reserved_port()
     command = [
         *(str(Path(sys.executable).parent / "nats-server"), "--addr", "127.0.0.1", "--port", str(port)),
         *("--jetstream", "--store_dir", str(folder / "nats"), "--http_port", str(monitor)),
@@ -248,7 +240,7 @@ class Deployment:
     async def dead_workers(self, count: int) -> AsyncIterator[set[int]]:
         """Announce so many workers, with cards as those that are there, at addresses that refuse; yield their ids."""
         where = f"dynamo-{MODEL}/backend/generate"
-        transport = {"tcp": f"127.0.0.1:{free_port()}"}
+        transport = {"tcp": f"127.0.0.1:{reserved_port()}"}
         async with Runtime.at(self.runtime, tcp=TcpOptions(token=TOKEN)) as runtime:
             card = (await runtime.discovery.models(where))[0]
             ids = set(range(1, count + 1))
@@ -282,7 +274,7 @@ def deployment(
     `kind` is `nats` or `file`, `step_ms` about the time of a token. `runtime_folder` is the shared folder of `file`.
     With `is_proxied` workers are announced at `addresses`, where the test has to run a proxy for each.
     """
-    broker_port = free_port()
+    broker_port = reserved_port()
     shared = runtime_folder or folder / "runtime"
     broker = nats_server(folder, broker_port) if kind == "nats" else None
     runtime = f"nats://127.0.0.1:{broker_port}" if broker else f"file:{shared}"
@@ -298,18 +290,18 @@ def deployment(
     addresses: list[tuple[str, int]] = []
 
     def worker(number: int) -> Program:
-        port = free_port()
+        port = reserved_port()
         arguments = ["worker", "mocker", "--model-name", MODEL, "--engine-arg", f"speedup_ratio={6.0 / step_ms:g}"]
-        own = {**environment, "DYN_SYSTEM_PORT": str(port), "PENSTOCK_PORT": str(free_port())}
+        own = {**environment, "DYN_SYSTEM_PORT": str(port), "PENSTOCK_PORT": str(reserved_port())}
         command = penstock(*arguments)
         if is_proxied:
-            addresses.append((f"127.0.0.{10 + number}", free_port()))
+            addresses.append((f"127.0.0.{10 + number}", reserved_port()))
             host, announced = addresses[-1]
             command = [sys.executable, "-m", "tests.processes.announced_elsewhere", host, str(announced), *arguments]
         return Program(f"worker-{number}", command, folder, own, health_url=f"http://127.0.0.1:{port}/health")
 
     def front_end(number: int) -> Program:
-        port = free_port()
+        port = reserved_port()
         arguments = ["serve", "--port", str(port), "--router", router]
         return Program(
             f"front-end-{number}",

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.serving.worlds import post, program
+from tests.ports import reserved_port
+from tests.serving.worlds import post, program, until_it_drains
 
 pytestmark = pytest.mark.slow  # each starts a program
 
@@ -77,7 +78,8 @@ def status_of(address: str, path: str) -> tuple[int, Any]:
 
 def test_under_load_the_first_signal_lets_streams_finish_and_refuses_new_requests() -> None:
     streams = 20
-    with program(*MOCKER, "--engine-arg", "speedup_ratio=0.5") as (process, address):
+    patient = {"DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": "60"}
+    with program(*MOCKER, "--engine-arg", "speedup_ratio=0.5", variables=patient) as (process, address):
         begun = []
 
         def read() -> str:
@@ -91,7 +93,7 @@ def test_under_load_the_first_signal_lets_streams_finish_and_refuses_new_request
             while len(begun) < streams:
                 time.sleep(0.01)
             process.send_signal(signal.SIGTERM)
-            time.sleep(0.1)
+            until_it_drains(address)
             with post(address) as refused:
                 assert refused.status == 503
             texts = [answer.result() for answer in answers]
@@ -106,7 +108,7 @@ def test_under_load_the_second_signal_ends_at_once() -> None:
             response = open_streams.enter_context(post(address, stream=True, max_tokens=100_000, ignore_eos=True))
             response.read(1)
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
+        until_it_drains(address)
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=10)
@@ -134,13 +136,13 @@ def own_engine(tmp_path: Path) -> Path:
 
 
 def test_a_worker_hosts_an_engine_of_another_module_until_a_signal(own_engine: Path) -> None:
-    worker, grace = ("worker", "own_engine:Loud"), {"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0.3"}
+    worker, grace = ("worker", "own_engine:Loud"), {"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "2"}
     with program("--namespace", "mine", command=worker, cwd=own_engine, variables=grace) as (process, address):
         with post(address) as response:
             assert json.loads(response.read())["choices"][0]["message"]["content"] == "hello"
         assert "dyn://mine.backend.generate/" in status_of(address, "/health")[1]
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.1)
+        until_it_drains(address)
         with post(address) as refused:
             assert refused.status == 503
         output, errors = process.communicate(timeout=10)
@@ -148,9 +150,9 @@ def test_a_worker_hosts_an_engine_of_another_module_until_a_signal(own_engine: P
 
 
 def test_the_second_signal_ends_a_worker_with_its_number() -> None:
-    with program(command=("worker", "mocker")) as (process, _):
+    with program(command=("worker", "mocker")) as (process, address):
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        until_it_drains(address)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=5) == 128 + signal.SIGTERM
 
@@ -235,7 +237,7 @@ def test_a_status_port_that_is_taken_is_one_line_and_starts_nothing(own_engine: 
 
 
 def test_the_status_of_a_worker_is_shown_where_it_is_wanted() -> None:
-    port = _free_port()
+    port = reserved_port()
     with program(command=("worker", "echo"), variables={"DYN_SYSTEM_PORT": str(port)}) as _:
         address = f"127.0.0.1:{port}"
         status, body = status_of(address, "/health")
@@ -243,10 +245,3 @@ def test_the_status_of_a_worker_is_shown_where_it_is_wanted() -> None:
         assert status_of(address, "/live")[0] == 200
         assert status_of(address, "/nowhere") == (404, "Route not found")
         assert "dynamo_component_model_load_time_seconds" in status_of(address, "/metrics")[1]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -248,6 +249,18 @@ def program(
     """Run as `served_urls`; yield the process and the host and port of its first URL."""
     with served_urls(*options, command=command, cwd=cwd, stderr=stderr, variables=variables) as (process, urls):
         yield process, urls[0].partition("://")[2]
+
+
+def until_it_drains(address: str, timeout_s: float = 20.0) -> None:
+    """Wait until a server has acted on its first signal: its `/health` is 503. Two before that may count as one."""
+    ends_s = time.monotonic() + timeout_s
+    while True:
+        with closing(http.client.HTTPConnection(address, timeout=10)) as connection:
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 503:
+                return
+        assert time.monotonic() < ends_s, "the signal has no effect"
+        time.sleep(0.02)
 
 
 @contextmanager

@@ -32,8 +32,8 @@ RANKS = 2
 
 
 def free_ports(count: int) -> int:
-    """Return the first of so many free ports in a row."""
-    for base in range(Random().randrange(20_000, 50_000), 60_000, count):
+    """Return the first of so many free ports in a row, below those that the kernel gives to connections."""
+    for base in range(Random().randrange(20_000, 30_000), 32_000, count):
         with ExitStack() as taken:
             try:
                 for port in range(base, base + count):

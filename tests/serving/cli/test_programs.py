@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from serving.deployment import GraphConfig
-from tests.serving.worlds import post, program
+from tests.serving.worlds import post, program, until_it_drains
 
 pytestmark = pytest.mark.slow  # each starts a program
 
@@ -60,7 +60,7 @@ def test_the_second_signal_ends_at_once(delay: str) -> None:
     with program("--engine-arg", delay) as (process, address), post(address, **ENDLESS) as response:
         response.read(1)
         process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
+        until_it_drains(address)
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=10)

@@ -26,6 +26,7 @@ from pipeline.network.nats import (
     NatsStore,
 )
 from pipeline.rx import AnyIOScheduler
+from tests.ports import reserved_port
 
 TTL_S = 2.0
 """The lease time in tests: whole seconds, and some renewals long."""
@@ -40,8 +41,7 @@ GRACE_S = TTL_S + QUICK.reconnect_max_s
 @contextmanager
 def running_server(folder: Path) -> Iterator[str]:
     """Return the URL of a server that runs until the end, in its own process and outside of any loop."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = reserved_port()
     server = NatsServer(folder, NatsServerOptions(port=port))
     with Popen(server.command()) as process:
         try:
@@ -111,7 +111,7 @@ class NatsWorld:
 @asynccontextmanager
 async def own_server(folder: Path, **options: Any) -> AsyncIterator[NatsServer]:
     """Return a server of this test alone, which it may kill, suspend and start again."""
-    async with NatsServer(folder / "server", NatsServerOptions(**options)) as server:
+    async with NatsServer(folder / "server", NatsServerOptions(port=reserved_port(), **options)) as server:
         yield server
 
 
