@@ -122,6 +122,8 @@ class Attempts:
         except Exception:
             _log.exception("closing a broken stream of request %s failed", self.request.id)
         verdict = self._verdict(error, self.max_seq_len_tokens)
+        if verdict is Verdict.PASS_ON:
+            self._log_if_exhausted(error)
         if verdict is Verdict.RETRY:
             try:
                 return await self._resumed(error, began_s)
@@ -173,6 +175,7 @@ class Attempts:
                     raise
                 self._search_begins("new_request")
                 if self._verdict(error, None, had_stream=False) is Verdict.PASS_ON:
+                    self._log_if_exhausted(error)
                     raise
                 _log.warning("request %s was not taken and moves on: %r", request.id, error)
 
@@ -245,6 +248,13 @@ class Attempts:
             has_more_than_tokens=self._has_more_than_tokens,
         )
         return decide(failure, self.request.payload, max_seq_len_tokens)
+
+    def _log_if_exhausted(self, error: Exception) -> None:
+        if not self.attempts_left and is_migratable(self.request.payload, error):
+            tokens, attempts = len(self.delivered), self._count
+            _log.warning(
+                "request %s fails after %d tokens and %d attempts: %r", self.request.id, tokens, attempts, error
+            )
 
     # -- the search for another worker
 

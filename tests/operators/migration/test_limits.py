@@ -48,6 +48,25 @@ async def test_a_dispatch_that_always_fails_raises_the_last_error() -> None:
     assert world.recorded.durations() == {("new_request", "failure"): 1}
 
 
+@pytest.mark.parametrize(
+    ("faults", "line"),
+    [
+        pytest.param([REFUSED], "fails after 0 tokens and 4 attempts: CannotConnect", id="never taken"),
+        pytest.param([broken(3), REFUSED], "fails after 3 tokens and 4 attempts: CannotConnect", id="not continued"),
+        pytest.param([broken(1)] * 4, "fails after 4 tokens and 4 attempts: Disconnected", id="always broken"),
+        pytest.param([broken(1), broken(1), broken(1), None], None, id="saved by the last attempt"),
+        pytest.param([Fault(error_after=2, error=BUG)], None, id="no attempt would help"),
+    ],
+)
+async def test_a_request_that_has_used_all_attempts_is_logged_once(
+    faults: list[Fault | None], line: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    await World(*faults).collect()
+    found = [one.message for one in caplog.records if "attempts" in one.message]
+    assert [line in one for one in found if line is not None] == ([True] if line else [])
+    assert line is not None or not found
+
+
 async def test_an_answer_no_worker_continues_ends_with_the_error_that_broke_it() -> None:
     world = World(broken(3), REFUSED)
     seen = await world.collect()
