@@ -14,7 +14,7 @@ from attrs import define, field
 
 from tests.processes.load import Load
 from tests.processes.proxy import Proxy, proxy
-from tests.processes.worlds import Deployment, Program, Size
+from tests.processes.worlds import Deployment, Program, Size, until
 
 Fault = Callable[[], Coroutine[Any, Any, None]]
 
@@ -26,6 +26,12 @@ LEASE_LATE_S = 3.0
 """Time that may pass from the end of a lease until it shows."""
 SILENT_S = 20.0
 """How long a connection is half open: longer than it takes to be lost."""
+REACHED_AGAIN_S = 20.0
+"""Time for a worker that can be reached again to be connected to, which is tried every 10 s, and to answer."""
+USED_BYTES = 10_000
+"""More than connections take that are only made, and kept alive."""
+_FAILED_EVERYWHERE = "no instances left"
+"""In the error of a request that has failed on each worker which could take it."""
 GROWTH_MAX_BYTES = 40 * 1024 * 1024
 """For a process that works on, after its first requests."""
 OPEN_FILES_MAX = 40
@@ -41,7 +47,9 @@ class Chaos:
     rng: Random
     tasks: TaskGroup
     proxies: Sequence[Proxy] = ()
-    """Between front ends and workers."""
+    """Between front ends and workers, in the order of the workers."""
+    may_fail_everywhere: bool = False
+    """Whether faults follow one another so closely that one request may fail on every worker that can be reached."""
     done: Counter[str] = field(factory=Counter)
     """Faults there were, by name."""
     killed: set[tuple[str, int]] = field(factory=set)
@@ -113,7 +121,27 @@ class Chaos:
 
     async def silence_connection(self) -> None:
         """Let nothing through to a worker and back, until its connections are lost; then new ones are made."""
-        silent = self.rng.choice(self.proxies)
+        await self._silence(self.rng.choice(self.proxies))
+
+    async def silence_meanwhile(self) -> None:
+        """The same while the next rounds go on. The connections of one worker are silent at a time."""
+        if any(each.is_silent for each in self.proxies):
+            return await self.cut_connection()
+        self.tasks.start_soon(self._silence, self.rng.choice(self.proxies))
+        return None
+
+    async def kill_in_silence(self) -> None:
+        """`kill -9` of a worker whose connections are silent, and its restart: nothing of either gets through."""
+        if not any(each.is_silent for each in self.proxies):
+            await self.silence_meanwhile()
+            await anyio.sleep(self.rng.uniform(0.0, 2.0))
+        silent = next(number for number, each in enumerate(self.proxies) if each.is_silent)
+        worker = self.world.workers[silent]
+        worker.kill()
+        worker.start()
+        await worker.ready()
+
+    async def _silence(self, silent: Proxy) -> None:
         silent.is_silent = True
         await anyio.sleep(SILENT_S)
         silent.cut()  # bytes are missing in them, as in no connection of a network that has come back
@@ -136,6 +164,19 @@ class Chaos:
         for each in (*self.world.workers, *self.world.front_ends):
             await each.ready()
 
+    async def all_are_used(self) -> None:
+        """Wait until every worker streams answers through its proxy again. Raise AssertionError if one does not."""
+        await until(lambda: not any(each.is_silent for each in self.proxies), 2 * SILENT_S, "the silence ends")
+        wanted = {each.host: each.passed_bytes + USED_BYTES for each in self.proxies}
+
+        def unused() -> list[str]:
+            return [each.host for each in self.proxies if each.passed_bytes < wanted[each.host]]
+
+        with anyio.move_on_after(REACHED_AGAIN_S):
+            while unused():  # noqa: ASYNC110 - what goes through a proxy raises no event here
+                await anyio.sleep(0.1)
+        assert not unused()
+
     async def only_the_living_are_registered(self) -> None:
         """Wait until the workers that run are registered, and no other. Raise AssertionError after a lease."""
         living = await self.world.living()
@@ -153,6 +194,7 @@ class Chaos:
             result
             for result in self.load.not_exact()
             if not (result.outcome == "cut" and (result.front_end.name, result.life) in self.killed)
+            and not (self.may_fail_everywhere and result.outcome != "cut" and _FAILED_EVERYWHERE in result.detail)
         ]
         lines = [f"{each.front_end.name}, life {each.life}: {each.outcome}: {each.detail}" for each in strange]
         assert not lines, "\n".join([f"{len(lines)} of {len(self.load.results)}, after {dict(self.done)}", *lines[:20]])
@@ -176,7 +218,9 @@ class Chaos:
 
 
 @asynccontextmanager
-async def under_load(world: Deployment, seed: int, clients: int = 12) -> AsyncIterator[Chaos]:
+async def under_load(
+    world: Deployment, seed: int, clients: int = 12, *, may_fail_everywhere: bool = False
+) -> AsyncIterator[Chaos]:
     """Start a deployment and a load on it; at the end let every request end, and check answers, sizes and logs."""
     rng = Random(seed)
     async with AsyncExitStack() as opened:
@@ -184,6 +228,7 @@ async def under_load(world: Deployment, seed: int, clients: int = 12) -> AsyncIt
         proxies = [await opened.enter_async_context(each) for each in made]
         await world.start()
         async with _loaded(world, rng, Random(seed + 1), clients, proxies) as chaos:
+            chaos.may_fail_everywhere = may_fail_everywhere
             yield chaos
     chaos.check_answers()
     chaos.check_sizes()

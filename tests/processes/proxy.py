@@ -50,6 +50,8 @@ class Proxy:
             with anyio.CancelScope() as scope:
                 self._open[client] = scope
                 try:
+                    if self.is_silent:
+                        await anyio.sleep_forever()  # it is taken; whether anything is behind does not get through
                     server = await opened.enter_async_context(await anyio.connect_tcp(*self.target))
                     self._open[server] = scope
                     async with anyio.create_task_group() as tasks:

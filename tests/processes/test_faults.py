@@ -46,6 +46,20 @@ async def test_broken_connections_cost_no_client_a_token(tmp_path: Path) -> None
         assert chaos.load.not_exact() == []
 
 
+async def test_broken_connections_mixed_with_kills_cost_no_client_a_token(tmp_path: Path) -> None:
+    """A request fails only after it has failed on each worker that can be reached, with an error that says so."""
+    variables = {"DYN_MIGRATION_LIMIT": "8"}  # faults follow one another faster than anywhere else
+    with deployment(tmp_path, "file", variables=variables, is_proxied=True) as world:
+        async with under_load(world, SEED, may_fail_everywhere=True) as chaos:
+            await chaos.kill_in_silence()
+            faults = [chaos.cut_connection, chaos.delay_connection, chaos.silence_meanwhile, chaos.kill_in_silence]
+            await chaos.rounds(ROUNDS, [*faults, chaos.kill_worker, chaos.kill_front_end])
+            await chaos.all_are_used()
+            await chaos.all_work()
+            await chaos.only_the_living_are_registered()
+        assert len(chaos.done) > 1
+
+
 async def test_a_broker_that_dies_under_load_ends_no_stream_and_no_lease(tmp_path: Path) -> None:
     with deployment(tmp_path, "nats") as world:
         async with under_load(world, SEED) as chaos:

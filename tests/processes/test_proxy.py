@@ -9,6 +9,7 @@ import anyio
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
 
+from tests.ports import reserved_port
 from tests.processes.proxy import Proxy, proxy
 
 
@@ -54,6 +55,18 @@ async def test_a_silent_connection_stays_open_and_nothing_comes() -> None:
         made.is_silent = False
         await client.send(b"more")
         assert await client.receive() == b"more"
+
+
+async def test_a_connection_made_in_silence_is_taken_and_shows_not_whether_the_target_is_there() -> None:
+    async with proxy("127.0.0.1", ("127.0.0.1", reserved_port())) as made:  # nothing listens there
+        made.is_silent = True
+        async with await anyio.connect_tcp("127.0.0.1", made.port) as client:
+            with anyio.move_on_after(0.05) as waited:
+                await client.receive()
+            assert waited.cancelled_caught
+            made.cut()
+            with anyio.fail_after(5), pytest.raises((anyio.BrokenResourceError, anyio.EndOfStream)):
+                await client.receive()
 
 
 async def test_a_delay_holds_bytes_back() -> None:
