@@ -1,10 +1,10 @@
 """Requests `/live` from a server every 20 ms and records how long each answer takes.
 
-    python -I -S live_probe.py HOST PORT
+    python -I -S live_probe.py HOST PORT PID
 
-A program of its own, so that no work of the test delays it. It ends with its input, and prints a JSON list of pairs:
-when a request was sent, and the seconds until its answer was complete, both by CLOCK_MONOTONIC. A request that was not
-answered counts until the end, and its time is negative.
+A program of its own, so that no work of the test delays it. It ends with its input, and prints a JSON list of triples:
+when a request was sent, the seconds until its answer was complete, both by CLOCK_MONOTONIC, and the CPU time that the
+server, process PID, used meanwhile. A request that was not answered counts until the end.
 """
 
 import json
@@ -36,15 +36,21 @@ def is_whole(answer: bytes) -> bool:
     return len(body) >= int(length.partition(b":")[2])
 
 
+def cpu_clock_of(pid: int) -> int:
+    """Return the clock of the CPU time of a process, all its threads together: clock_getcpuclockid(3) of Linux."""
+    return ~pid << 3 | 2
+
+
 def main() -> None:
     host, port = sys.argv[1], int(sys.argv[2])
-    samples: list[tuple[float, float]] = []
+    cpu_clock = cpu_clock_of(int(sys.argv[3]))
+    samples: list[tuple[float, float, float]] = []
     connection = connect(host, port)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     ended = False
     while not ended:
-        sent = time.monotonic()
+        cpu_s, sent = time.clock_gettime(cpu_clock), time.monotonic()
         answer = b""
         try:
             connection.sendall(REQUEST)
@@ -63,7 +69,7 @@ def main() -> None:
             connection = connect(host, port)
             continue
         took = time.monotonic() - sent
-        samples.append((sent, -took if ended else took))
+        samples.append((sent, took, time.clock_gettime(cpu_clock) - cpu_s))
         if b"connection: close" in answer.lower():
             connection.close()
             connection = connect(host, port)

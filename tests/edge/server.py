@@ -62,10 +62,6 @@ class EdgeServer:
         assert found is not None, text
         return int(found[1]) / 1024
 
-    def cpu_s(self) -> float:
-        """Return the CPU time of its loop's thread."""
-        return int(Path(f"/proc/{self.process.pid}/schedstat").read_text().split()[0]) / 1e9
-
     def sockets(self) -> int:
         """Return the number of its open sockets."""
         count = 0
@@ -99,7 +95,7 @@ class EdgeServer:
     def probed(self) -> Iterator[LiveProbe]:
         """Probe the server while the block runs; the samples are complete after it."""
         with subprocess.Popen(
-            [sys.executable, "-I", "-S", str(PROBE), self.host, str(self.port)],
+            [sys.executable, "-I", "-S", str(PROBE), self.host, str(self.port), str(self.process.pid)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -110,21 +106,27 @@ class EdgeServer:
                 probe = LiveProbe()
                 yield probe
                 text, _ = process.communicate(timeout=30)
-                probe.samples = [(sent, took) for sent, took in json.loads(text)]
+                probe.samples = [(sent, took, cpu_s) for sent, took, cpu_s in json.loads(text)]
             finally:
                 process.kill()
 
 
 @define
 class LiveProbe:
-    """The samples of the probe: when each request was sent, and the seconds it took; negative if it was cut short."""
+    """The samples of the probe: when each request was sent, the seconds it took, and CPU time of the server in them."""
 
-    samples: Sequence[tuple[float, float]] = field(factory=list)
+    samples: Sequence[tuple[float, float, float]] = field(factory=list)
 
     def longest_s(self, begin: float, end: float) -> float:
         """Return the longest answer that overlaps these times."""
-        overlapping = [abs(took) for sent, took in self.samples if sent < end and sent + abs(took) > begin]
-        return max(overlapping, default=0.0)
+        return max((took for took, _ in self._overlapping(begin, end)), default=0.0)
+
+    def longest_worked_s(self, begin: float, end: float) -> float:
+        """Return the longest part of such an answer in which the server worked."""
+        return max((min(took, cpu_s) for took, cpu_s in self._overlapping(begin, end)), default=0.0)
+
+    def _overlapping(self, begin: float, end: float) -> list[tuple[float, float]]:
+        return [(took, cpu_s) for sent, took, cpu_s in self.samples if sent < end and sent + took > begin]
 
 
 @contextmanager
