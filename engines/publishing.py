@@ -15,6 +15,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import anyio
 from attrs import evolve, frozen
 
 from pipeline import AsyncEngine, InvalidArgument, function_engine
@@ -153,8 +154,9 @@ class KvEventLogs:
 
     async def withdraw(self) -> None:
         """Remove the endpoints from discovery and accept no new request. Failures are logged."""
-        for served in self._served:
-            await served.withdraw()
+        async with anyio.create_task_group() as tasks:
+            for served in self._served:
+                tasks.start_soon(served.withdraw)
 
     def cut(self) -> None:
         """End running requests; their callers get Disconnected."""

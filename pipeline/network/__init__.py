@@ -12,6 +12,7 @@ from .names import EndpointId, Instance
 from .objects import ObjectName, Objects
 from .objects import name_of as name_of
 from .runtime import Runtime, Served
+from .runtime import withdraw_all as withdraw_all
 from .workers import EndpointWorkers, Workers, static_workers
 from .workers import Ids as Ids
 from .workers import Members as Members

@@ -4,13 +4,13 @@ async with Runtime.in_process() as runtime:
     await runtime.serve("ns/backend/generate", engine)
     workers = runtime.workers("ns/backend/generate")
 
-Served: one engine at one endpoint, from its publication to its end.
+Served: one engine at one endpoint, from its publication to its end. `withdraw_all` is for several.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from random import Random
 from types import TracebackType
@@ -79,11 +79,24 @@ class Served:
         self.leases = (lease, *card)
 
     async def unpublish(self) -> None:
-        """Withdraw it from discovery. Callers that have found it may still send requests."""
+        """Withdraw it from discovery. Callers that have found it may still send requests.
+
+        Leases that cannot be released lapse; raise the error of the first one then.
+        """
         leases, self.leases = self.leases, ()
-        async with AsyncExitStack() as releases:
+        failures: list[Exception] = []
+
+        async def release(lease: Lease) -> None:
+            try:
+                await lease.release()
+            except Exception as failure:
+                failures.append(failure)
+
+        async with anyio.create_task_group() as tasks:
             for lease in leases:
-                releases.push_async_callback(lease.release)
+                tasks.start_soon(release, lease)
+        if failures:
+            raise failures[0]
 
     async def withdraw(self) -> None:
         """Make the instance invisible, then refuse new requests. If discovery fails, it is logged and leases lapse."""
@@ -127,6 +140,13 @@ class Served:
         self.cut()
         if self.leases:
             self._runtime.scheduler.spawn(lambda _: self.withdraw())
+
+
+async def withdraw_all(served: Iterable[Served]) -> None:
+    """`withdraw` all of them at a time: together they take no longer than the one that discovery holds up longest."""
+    async with anyio.create_task_group() as tasks:
+        for one in served:
+            tasks.start_soon(one.withdraw)
 
 
 GRACEFUL_TIMEOUT_S = 5.0
@@ -245,8 +265,7 @@ class Runtime:
         self._is_open, self._was_left = False, True
         served = list(self.served.values())
         try:
-            for one in served:
-                await one.withdraw()
+            await withdraw_all(served)
             with anyio.move_on_after(self.graceful_timeout_s if kind is None else 0):
                 for one in served:
                     await one.drained()

@@ -15,7 +15,7 @@ import anyio
 from engines import DisaggregationMode, LLMEngine, Worker
 from operators import Model
 from pipeline import Disconnected
-from pipeline.network import Runtime
+from pipeline.network import Runtime, withdraw_all
 
 from .config import GraphConfig, HostOptions
 from .engines import Deployment
@@ -87,8 +87,7 @@ class Fleet:
     async def finish(self, within_s: float) -> None:
         """Accept no new requests, and wait for those that run."""
         served = [worker.served for worker in self._running if worker.served is not None]
-        for one in served:
-            await one.withdraw()
+        await withdraw_all(served)
         with anyio.move_on_after(within_s):
             for one in served:
                 await one.drained()

@@ -17,7 +17,7 @@ from attrs import frozen
 from engines import DisaggregationMode, Worker
 from pipeline import InvalidArgument, PenstockError, link
 from pipeline.errors import EngineShutdown
-from pipeline.network import Runtime
+from pipeline.network import Runtime, withdraw_all
 from pipeline.protocols import worker_label
 from pipeline.telemetry import merged, with_labels
 
@@ -76,8 +76,7 @@ class UpstreamGraph:
     async def finish(self, within_s: float) -> None:
         """Accept no new requests, and wait for those that run."""
         served = [one.served for one in (*self.workers, *self.prefill_workers) if one.served is not None]
-        for one in served:
-            await one.withdraw()
+        await withdraw_all(served)
         with anyio.move_on_after(within_s):
             for one in served:
                 await one.drained()

@@ -17,7 +17,7 @@ from engines import Worker
 from operators import Model
 from pipeline import InvalidArgument, PenstockError
 from pipeline.errors import EngineShutdown
-from pipeline.network import Runtime
+from pipeline.network import Runtime, Served, withdraw_all
 
 from ..retry import Retry
 from .announced_adapters import announced_adapters
@@ -69,17 +69,21 @@ async def _finish(supervisors: Sequence[Supervisor], hosting: HostOptions) -> No
     served = [one.worker.served for one in supervisors if one.worker is not None and one.worker.served is not None]
     if not served:
         return
-    for one in served:
-        try:
-            await one.unpublish()
-        except PenstockError as error:  # its requests end in order all the same
-            _log.warning("%s could not be unregistered, its lease runs out: %s", one.instance, error)
+    async with anyio.create_task_group() as tasks:
+        for one in served:
+            tasks.start_soon(_unpublish, one)
     await anyio.sleep(hosting.times.grace_s)
-    for one in served:
-        await one.withdraw()
+    await withdraw_all(served)
     with anyio.move_on_after(hosting.times.timeout_s):
         for one in served:
             await one.drained()
+
+
+async def _unpublish(served: Served) -> None:
+    try:
+        await served.unpublish()
+    except PenstockError as error:  # its requests end in order all the same
+        _log.warning("%s could not be unregistered, its lease runs out: %s", served.instance, error)
 
 
 class _Servers:

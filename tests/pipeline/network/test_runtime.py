@@ -296,6 +296,28 @@ async def test_leaving_cuts_requests_that_outlast_the_limit(
     assert local.open == 0
 
 
+class HangingStore(InProcessStore):
+    """A store that takes writes, and then does not answer: each removal fails after 10 s, as with a shared folder."""
+
+    async def delete(self, key: str) -> None:
+        await anyio.sleep(10)
+        raise Unavailable("the folder did not answer within 10 s")
+
+
+async def test_leaving_waits_once_for_a_store_that_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """However many instances there are, and with a card each; all of them refuse requests then."""
+    scheduler, rng = AnyIOScheduler(), Random()
+    planes = HangingStore(scheduler, 10.0), InProcessRequestPlane(), InProcessEventPlane(lambda: 0, rng)
+    async with Runtime(*planes, scheduler, rng=rng) as runtime:
+        served = [await runtime.serve(f"ns/comp/ep{number}", engine_of(), card=card("a")) for number in range(5)]
+        begun_s = anyio.current_time()
+    assert anyio.current_time() - begun_s == pytest.approx(10, abs=0.01)
+    assert sum("could not be unpublished" in message for message in caplog.messages) == 5
+    for one in served:
+        with pytest.raises(Unavailable, match="takes no requests any more"):
+            await one.publish()
+
+
 @asynccontextmanager
 async def runtimes_by_hand(world: WorldKind, graceful_timeout_s: float) -> AsyncIterator[tuple[Runtime, Runtime]]:
     """The runtimes of a worker, which the test leaves itself, and of its callers."""
