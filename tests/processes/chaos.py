@@ -12,7 +12,7 @@ import anyio
 from anyio.abc import TaskGroup
 from attrs import define, field
 
-from tests.processes.load import Load
+from tests.processes.load import Load, Result
 from tests.processes.proxy import Proxy, proxy
 from tests.processes.worlds import Deployment, Program, Size, until
 
@@ -30,8 +30,6 @@ REACHED_AGAIN_S = 20.0
 """Time for a worker that can be reached again to be connected to, which is tried every 10 s, and to answer."""
 USED_BYTES = 10_000
 """More than connections take that are only made, and kept alive."""
-_FAILED_EVERYWHERE = "no instances left"
-"""In the error of a request that has failed on each worker which could take it."""
 GROWTH_MAX_BYTES = 40 * 1024 * 1024
 """For a process that works on, after its first requests."""
 OPEN_FILES_MAX = 40
@@ -48,8 +46,8 @@ class Chaos:
     tasks: TaskGroup
     proxies: Sequence[Proxy] = ()
     """Between front ends and workers, in the order of the workers."""
-    may_fail_everywhere: bool = False
-    """Whether faults follow one another so closely that one request may fail on every worker that can be reached."""
+    moves_enough: int | None = None
+    """A request that has moved on so often may fail: its faults were more than are promised. None: none may fail."""
     done: Counter[str] = field(factory=Counter)
     """Faults there were, by name."""
     killed: set[tuple[str, int]] = field(factory=set)
@@ -57,12 +55,17 @@ class Chaos:
     sizes: dict[tuple[str, int], list[Size]] = field(factory=dict)
     """What each life of a program held, after each round that it was there for."""
 
-    async def rounds(self, count: int, faults: Sequence[Fault]) -> None:
-        """Do a random fault per round, and wait for a moment in which requests run again."""
+    async def rounds(self, count: int, faults: Sequence[Fault], *, settles: bool = False) -> None:
+        """Do a random fault per round, and wait for a moment in which requests run again.
+
+        With `settles` the next fault comes once every front end knows every worker again.
+        """
         for _ in range(count):
             fault = self.rng.choice(list(faults))
             self.done[fault.__name__] += 1
             await fault()
+            if settles:
+                await self.world.all_known()
             await anyio.sleep(self.rng.uniform(0.2, 1.5))
             self.measure()
 
@@ -194,11 +197,17 @@ class Chaos:
             result
             for result in self.load.not_exact()
             if not (result.outcome == "cut" and (result.front_end.name, result.life) in self.killed)
-            and not (self.may_fail_everywhere and result.outcome != "cut" and _FAILED_EVERYWHERE in result.detail)
+            and not self._met_too_many_faults(result)
         ]
         lines = [f"{each.front_end.name}, life {each.life}: {each.outcome}: {each.detail}" for each in strange]
         assert not lines, "\n".join([f"{len(lines)} of {len(self.load.results)}, after {dict(self.done)}", *lines[:20]])
         assert self.load.counts()["exact"] > 0
+
+    def _met_too_many_faults(self, result: Result) -> bool:
+        if self.moves_enough is None or result.outcome not in ("failed", "refused"):
+            return False
+        lines = result.front_end.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return sum(result.request_id in line and "moves on" in line for line in lines) >= self.moves_enough
 
     def check_logs(self) -> None:
         """Raise AssertionError if a program has logged an error: what these tests do to it is foreseen."""
@@ -219,7 +228,7 @@ class Chaos:
 
 @asynccontextmanager
 async def under_load(
-    world: Deployment, seed: int, clients: int = 12, *, may_fail_everywhere: bool = False
+    world: Deployment, seed: int, clients: int = 12, *, moves_enough: int | None = None
 ) -> AsyncIterator[Chaos]:
     """Start a deployment and a load on it; at the end let every request end, and check answers, sizes and logs."""
     rng = Random(seed)
@@ -228,7 +237,7 @@ async def under_load(
         proxies = [await opened.enter_async_context(each) for each in made]
         await world.start()
         async with _loaded(world, rng, Random(seed + 1), clients, proxies) as chaos:
-            chaos.may_fail_everywhere = may_fail_everywhere
+            chaos.moves_enough = moves_enough
             yield chaos
     chaos.check_answers()
     chaos.check_sizes()

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 from typing import Literal
+from uuid import uuid4
 
 import anyio
 import httpx2
@@ -37,6 +38,8 @@ class Result:
     ended_s: float
     longest_gap_s: float
     """The longest time between two tokens."""
+    request_id: str
+    """As in the logs."""
 
 
 def right_answer(prompt: str, tokens: int) -> str:
@@ -85,7 +88,7 @@ class Load:
             self.running -= 1
             self.received += request.received
             ended_s = anyio.current_time()
-            self.results.append(Result(outcome, detail, front_end, life, ended_s, request.longest_gap_s))
+            self.results.append(Result(outcome, detail, front_end, life, ended_s, request.longest_gap_s, request.id))
             if outcome != "exact":
                 await anyio.sleep(0.05)
 
@@ -104,11 +107,13 @@ class _Request:
     tokens: int
     received: int = 0
     longest_gap_s: float = 0.0
+    id: str = field(factory=lambda: str(uuid4()))
 
     async def run(self) -> tuple[Outcome, str]:
         body = {"model": MODEL, "prompt": self.prompt, "max_tokens": self.tokens, "stream": True}
         try:
-            async with self.client.stream("POST", f"{self.url}/v1/completions", json=body) as response:
+            url, headers = f"{self.url}/v1/completions", {"x-request-id": self.id}
+            async with self.client.stream("POST", url, json=body, headers=headers) as response:
                 if response.status_code != 200:
                     await response.aread()
                     return "refused", f"{response.status_code} {_message(response.text)}"

@@ -47,13 +47,12 @@ async def test_broken_connections_cost_no_client_a_token(tmp_path: Path) -> None
 
 
 async def test_broken_connections_mixed_with_kills_cost_no_client_a_token(tmp_path: Path) -> None:
-    """A request fails only after it has failed on each worker that can be reached, with an error that says so."""
-    variables = {"DYN_MIGRATION_LIMIT": "8"}  # faults follow one another faster than anywhere else
-    with deployment(tmp_path, "file", variables=variables, is_proxied=True) as world:
-        async with under_load(world, SEED, may_fail_everywhere=True) as chaos:
+    """A request fails only if four faults have hit it: it moves on three times, and one worker is silent at most."""
+    with deployment(tmp_path, "file", workers=5, is_proxied=True) as world:
+        async with under_load(world, SEED, moves_enough=3) as chaos:
             await chaos.kill_in_silence()
             faults = [chaos.cut_connection, chaos.delay_connection, chaos.silence_meanwhile, chaos.kill_in_silence]
-            await chaos.rounds(ROUNDS, [*faults, chaos.kill_worker, chaos.kill_front_end])
+            await chaos.rounds(ROUNDS, [*faults, chaos.kill_worker, chaos.kill_front_end], settles=True)
             await chaos.all_are_used()
             await chaos.all_work()
             await chaos.only_the_living_are_registered()

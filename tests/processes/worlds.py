@@ -205,12 +205,16 @@ class Deployment:
             each.start()
         for each in (*self.workers, *self.front_ends):
             await each.ready()
+        await self.all_known()
+        self.in_rotation = list(self.front_ends)
+
+    async def all_known(self) -> None:
+        """Wait until each front end knows every worker that runs."""
         living = await self.living()
         for each in self.front_ends:
             with anyio.fail_after(START_TIMEOUT_S):
                 while not living <= await self.known_to(each):  # noqa: ASYNC110
                     await anyio.sleep(0.05)
-        self.in_rotation = list(self.front_ends)
 
     def end(self) -> None:
         """Kill what runs."""
