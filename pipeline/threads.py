@@ -110,10 +110,14 @@ class _Job(Generic[T]):
             self._release()
 
     def result(self) -> T:
-        value, error = self._outcome
-        if error is not None:
+        """Return or raise the outcome, once. It is not kept: an error has the frames that it was raised through."""
+        (value, error), self._outcome = self._outcome, (None, None)
+        if error is None:
+            return cast("T", value)
+        try:
             raise error
-        return cast("T", value)
+        finally:
+            del error
 
     def _give_up(self) -> None:
         if self._is_left:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from threading import Event, get_ident
+from weakref import WeakSet
 
 import anyio
+import pytest
 
 from pipeline.threads import GiveUp, WorkThreads
 
@@ -32,6 +35,27 @@ async def test_a_cancelled_task_ends_its_work_at_the_next_step() -> None:
         assert await anyio.to_thread.run_sync(begun.wait, REAL_S)
         tasks.cancel_scope.cancel()
     assert await anyio.to_thread.run_sync(ended.wait, REAL_S)
+
+
+async def test_what_failed_is_let_go_without_a_garbage_collection() -> None:
+    class Material:
+        """Such as the bytes of a long body."""
+
+    alive: WeakSet[Material] = WeakSet()
+
+    def failing(_: GiveUp) -> None:
+        material = Material()
+        alive.add(material)
+        raise ValueError("as it is")
+
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="as it is"):
+            await WorkThreads(1).run(failing)
+        await anyio.sleep(1)
+        assert not alive
+    finally:
+        gc.enable()
 
 
 async def test_what_waits_is_counted_once_no_thread_is_free() -> None:

@@ -16,9 +16,10 @@ from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 from pipeline.testing import ScriptedEngine
 from serving.deployment import GraphConfig, standard_graph
 from serving.http import app
+from serving.http.body import Body
 from tests.serving.worlds import chat, complete, token
 
-HELD = (ChatCompletionRequest, CompletionRequest, PreprocessedRequest)
+HELD = (Body, ChatCompletionRequest, CompletionRequest, PreprocessedRequest)
 
 
 @pytest.fixture
@@ -50,6 +51,7 @@ ENDINGS: dict[str, tuple[dict[str, Any], int]] = {
     "answered": ({"max_tokens": 2}, 200),
     "streamed": ({"max_tokens": 2, "stream": True}, 200),
     "refused before its graph": ({"n": 0}, 400),
+    "refused with a long body": ({"stop": "x" * 1_000_000, "n": "one"}, 400),
     "refused by its graph": ({"stop": "x" * 10_000}, 400),
     "with a prompt that is too long": ({"messages": [{"role": "user", "content": "x" * 20_000}]}, 400),
     "of an unknown model": ({"model": "none"}, 404),
