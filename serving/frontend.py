@@ -33,6 +33,9 @@ from .terminal import echo
 ShowLoading = Callable[[], AbstractContextManager[ReportProgress]]
 """Gives the function that shows how far a model is loaded, until its block ends."""
 
+GC_OBJECTS = 10_000
+"""Objects that are new since the last garbage collection when the next one begins."""
+
 _STATUS_HOST = "0.0.0.0"
 """All addresses: probes come from outside the container."""
 
@@ -208,9 +211,11 @@ def announce(line: str, host: Host) -> None:
 
 
 def settle() -> None:
-    """Exclude the objects of the start-up, which stay anyway, from every later garbage collection.
+    """Exclude the objects of the start-up, which stay anyway, from every later garbage collection, and collect less.
 
-    A collection of all of them delays every stream by some 25 ms.
+    A collection of all of them delays every stream by some 25 ms. Requests leave no garbage in circles, also not those
+    that fail, so that a collection each 700 objects, Python's default, finds nothing for 6 to 9 % of the CPU.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(GC_OBJECTS)
