@@ -26,9 +26,12 @@ _OPTION_OF = {
 """Fields of errors of the runtime -> the settings behind them."""
 
 
-def runtime_of(options: RuntimeOptions, environment: Mapping[str, str], *, metrics: Metrics | None = None) -> Runtime:
+def runtime_of(
+    options: RuntimeOptions, environment: Mapping[str, str], *, metrics: Metrics | None = None, may_make: bool = True
+) -> Runtime:
     """Return the runtime at the URL of the options, not open; without one that of this process alone.
 
+    `may_make`: whether a folder that is not there is made; False for a process that only looks.
     Raise InvalidArgument that names the option.
     """
     if (url := options.url) is None:
@@ -40,6 +43,6 @@ def runtime_of(options: RuntimeOptions, environment: Mapping[str, str], *, metri
         given |= {"tls_cert_path": options.runtime_tls_cert, "tls_key_path": options.runtime_tls_key}
         given |= {"tls_ca_path": options.runtime_tls_ca}
         tcp = TcpOptions(**{name: value for name, value in given.items() if value})
-        return Runtime.at(url, tcp=tcp, metrics=metrics)
+        return Runtime.at(url, tcp=tcp, metrics=metrics, may_make=may_make)
     except InvalidArgument as error:
         raise InvalidArgument(str(error), field=_OPTION_OF.get(error.field or "", error.field)) from error

@@ -62,6 +62,8 @@ class Site:
     """Dates events."""
     metrics: Metrics | None
     """Of the component family, count requests; None: nothing counts them."""
+    may_make: bool = True
+    """Whether a folder that is not there is made."""
 
 
 def planes_at(url: str, site: Site, tcp: TcpOptions | None) -> Planes:
@@ -97,10 +99,10 @@ def _file_planes(folder: str, site: Site, tcp: TcpOptions | None) -> Planes:
     if not (path := folder.removeprefix("//")).strip():
         raise InvalidArgument("file: needs a folder, as in file:/run/penstock", field="url")
     root = Path(path).expanduser()
-    store = FileStore(root, site.scheduler, site.lease_ttl_s, rng=site.rng)
+    store = FileStore(root, site.scheduler, site.lease_ttl_s, rng=site.rng, may_make=site.may_make)
     requests = TcpRequestPlane(site.scheduler, tcp, site.metrics)
     events = DirectEventPlane(store, requests, site.scheduler, site.wall_ms, site.rng)
-    return Planes(store, requests, events, FileObjects(root, site.scheduler))
+    return Planes(store, requests, events, FileObjects(root, site.scheduler, may_make=site.may_make))
 
 
 def _nats_planes(url: str, site: Site, tcp: TcpOptions | None) -> Planes:

@@ -222,16 +222,18 @@ class Runtime:
         graceful_timeout_s: float = GRACEFUL_TIMEOUT_S,
         lease_ttl_s: float = LEASE_TTL_S,
         metrics: Metrics | None = None,
+        may_make: bool = True,
     ) -> Self:
         """Return a process's part in the deployment at the URL: `memory`, `file:FOLDER` or `nats://HOST:PORT`.
 
         `tcp`: where it listens for other processes, and with which it speaks; by default on this machine, with all. A
         process that is gone stays visible for `lease_ttl_s`, a whole number with NATS and the same in all processes.
         `wall_ms` dates events, by default with the loop's clock; `metrics`, of the component family, count requests.
+        `may_make`: whether a folder that is not there is made; False for a process that only looks.
 
         Raise InvalidArgument for another URL. Entering raises CannotConnect if what the URL names cannot be reached.
         """
-        site = _site(rng, lease_ttl_s, wall_ms, metrics)
+        site = _site(rng, lease_ttl_s, wall_ms, metrics, may_make=may_make)
         return cls._of(planes_at(url, site, tcp), site, graceful_timeout_s)
 
     @classmethod
@@ -354,7 +356,14 @@ class Runtime:
         return instance_id
 
 
-def _site(rng: Random | None, lease_ttl_s: float, wall_ms: Callable[[], int] | None, metrics: Metrics | None) -> Site:
+def _site(
+    rng: Random | None,
+    lease_ttl_s: float,
+    wall_ms: Callable[[], int] | None,
+    metrics: Metrics | None,
+    *,
+    may_make: bool = True,
+) -> Site:
     scheduler = AnyIOScheduler()
     dates = wall_ms or (lambda: round(scheduler.now.timestamp() * 1000))
-    return Site(scheduler, rng or Random(), lease_ttl_s, dates, metrics)
+    return Site(scheduler, rng or Random(), lease_ttl_s, dates, metrics, may_make)

@@ -137,7 +137,7 @@ def status(shown: StatusOptions, runtime: RuntimeOptions, log: QuietLogOption, s
     from ..status import show_status
 
     async def main() -> None:
-        opened = runtime_of(runtime, settled.environment)
+        opened = runtime_of(runtime, settled.environment, may_make=False)
         await show_status(opened, watch=shown.watch, as_json=shown.json, wait_s=shown.wait_s)
 
     run(main)

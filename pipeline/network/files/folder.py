@@ -65,6 +65,13 @@ class Folder:
         os.close(os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o666))
         self._device = self.path.stat().st_dev
 
+    def lacks(self) -> str:
+        """Return what is missing of what `make` makes, for people; empty if nothing is."""
+        if self.is_whole:
+            return ""
+        lacks = "no deployment is in the" if self.path.exists() else "there is no"
+        return f"{lacks} folder {self.path}"
+
     @property
     def is_whole(self) -> bool:
         """Whether all is there that `make` makes."""

@@ -37,8 +37,10 @@ class FileObjects(Objects):
     its file is as it was: a folder may be emptied, by hand or by what cleans up temporary files.
     """
 
-    def __init__(self, folder: Path | str, scheduler: AnyIOScheduler | None = None) -> None:
+    def __init__(self, folder: Path | str, scheduler: AnyIOScheduler | None = None, *, may_make: bool = True) -> None:
+        """`may_make`: whether `open` makes what is missing of the folder."""
         self._folder = Folder(Path(folder))
+        self._may_make = may_make
         self._scheduler = scheduler
         self._calls = FolderCalls(self._folder.path)
         self._put: dict[ObjectName, Path] = {}
@@ -46,9 +48,13 @@ class FileObjects(Objects):
         self._restoring: DisposableBase | None = None
 
     async def open(self) -> None:
-        """Make the folder and its parts where they are missing. Raise CannotConnect if it cannot be written."""
+        """Make the folder and its parts where they are missing, if that is wanted. Raise CannotConnect if it is not
+        there then, or cannot be written."""
         try:
-            await self._calls.run(self._folder.make)
+            if self._may_make:
+                await self._calls.run(self._folder.make)
+            elif lacks := await self._calls.run(self._folder.lacks):
+                raise CannotConnect(lacks)
         except Unavailable as error:
             raise CannotConnect(str(error)) from error
         if self._scheduler is not None:

@@ -69,10 +69,12 @@ class FileStore(Store):
         *,
         rng: Random | None = None,
         now_ns: Callable[[], int] | None = None,
+        may_make: bool = True,
     ) -> None:
+        """`may_make`: whether `open` makes what is missing of the folder."""
         if not ttl_s >= _TTL_MIN_S:
             raise InvalidArgument(f"must be at least {_TTL_MIN_S:g} s, got {ttl_s}", field="ttl_s")
-        self._scheduler, self._ttl_s = scheduler, ttl_s
+        self._scheduler, self._ttl_s, self._may_make = scheduler, ttl_s, may_make
         self._folder = Folder(Path(folder), now_ns)
         self._index = RecordIndex(self._folder, round(ttl_s * S_NS))
         self._rng = rng or Random()
@@ -94,9 +96,13 @@ class FileStore(Store):
         return len(self._watchers)
 
     async def open(self) -> None:
-        """Make the folder and its parts where they are missing. Raise CannotConnect if it cannot be written."""
+        """Make the folder and its parts where they are missing, if that is wanted. Raise CannotConnect if it is not
+        there then, or cannot be written."""
         try:
-            await self._calls.run(self._folder.make)
+            if self._may_make:
+                await self._calls.run(self._folder.make)
+            elif lacks := await self._calls.run(self._folder.lacks):
+                raise CannotConnect(lacks)
             await self._calls.run(self._folder.now)
         except Unavailable as error:
             raise CannotConnect(str(error)) from error

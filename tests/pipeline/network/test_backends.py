@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from pipeline import Context, InvalidArgument
+from pipeline import CannotConnect, Context, InvalidArgument
 from pipeline.network import Runtime
 from pipeline.network.tcp import TcpOptions
 from tests.pipeline.network.worlds import WHERE, engine_of
@@ -37,3 +38,19 @@ async def test_processes_of_a_folder_reach_each_other(form: str, tmp_path: Path)
         stream = await workers.engine(instance_id).generate(Context("request"))
         assert [item async for item in stream] == ["a", "b"]
         workers.close()
+
+
+async def test_a_process_that_only_looks_makes_no_folder(tmp_path: Path) -> None:
+    url, typo = f"file:{tmp_path / 'site'}", tmp_path / "sight"
+    with pytest.raises(CannotConnect, match=f"^there is no folder {typo}$"):
+        async with Runtime.at(f"file:{typo}", may_make=False):
+            pass
+    assert os.listdir(tmp_path) == []
+    typo.mkdir()
+    with pytest.raises(CannotConnect, match=f"^no deployment is in the folder {typo}$"):
+        async with Runtime.at(f"file:{typo}", may_make=False):
+            pass
+    assert os.listdir(typo) == []
+    async with Runtime.at(url) as worker, Runtime.at(url, may_make=False) as reader:
+        await worker.serve(WHERE, engine_of("a"))
+        assert len(await reader.discovery.instances()) == 1

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.network.files.folder import Folder
 from serving.deployment import GraphConfig
 from tests.serving.worlds import post, program, until_it_drains
 
@@ -165,12 +166,19 @@ def test_a_port_that_is_taken_is_a_line_too() -> None:
 def test_output_that_nobody_reads_ends_a_program_without_a_trace(command: list[str], tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
+    Folder(tmp_path / "runtime").make()
     texts = [each.format(tmp_path) for each in command]
     ran = subprocess.run(
         [*ROOT_COMMAND, *texts], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False
     )
     os.close(writer)
     assert (ran.returncode, ran.stderr) == (1, "")
+
+
+def test_the_status_of_a_folder_that_is_not_there_makes_none(penstock: Penstock, tmp_path: Path) -> None:
+    code, shown, errors = penstock("status", f"--runtime=file:{tmp_path / 'typo'}")
+    assert (code, shown, errors) == (1, "", f"Error: there is no folder {tmp_path / 'typo'}\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_help_is_cheap() -> None:
