@@ -5,7 +5,7 @@ Source: dynamo lib/llm/src/engines.rs, the echo engine. Other than there, it fol
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from anyio.lowlevel import checkpoint
@@ -93,7 +93,7 @@ class _Pauses:
 class _Answer:
     """The answer to one request, decided beforehand."""
 
-    prompt: list[int]
+    prompt: Sequence[int]
     length_tokens: int
     """Of each choice."""
     finish: FinishReason

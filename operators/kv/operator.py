@@ -200,8 +200,9 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         self._note(request, decision)
         workers = None if payload.tracker is None else payload.tracker.worker_info()
         known = None if workers is None else {k: v for k, v in asdict(workers).items() if v is not None}
-        legacy = {"worker_id": known, "token_ids": payload.token_ids}
-        routing = RoutingData(worker_id=workers, token_ids=payload.token_ids)
+        tokens = list(payload.token_ids)
+        legacy = {"worker_id": known, "token_ids": tokens}
+        routing = RoutingData(worker_id=workers, token_ids=tokens)
         answer = LLMEngineOutput([], disaggregated_params=legacy, routing_data=routing)
         return ResponseStream.of([Annotated(answer)], request)
 

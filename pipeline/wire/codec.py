@@ -9,7 +9,7 @@ The one door of cattrs, and with `frames` and `decoders` of msgspec.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 from uuid import UUID
@@ -161,6 +161,15 @@ def _list_decoder(kind: Any) -> Decode:
     return decode if columns is None else records_decoder(get_args(kind)[0], columns, decode)
 
 
+def _sequence_encoder(kind: Any) -> Callable[[Any], Any]:
+    """Return the writer of any sequence, which is a list on the wire; a list of plain values is shared, not copied."""
+    (item_kind,) = get_args(kind)
+    if is_plain(item_kind):
+        return lambda value: value if type(value) is list else list(value)
+    encode = _converter.get_unstructure_hook(item_kind)
+    return lambda value: list(map(encode, value))
+
+
 def _integer_columns(cls: Any = None) -> dict[str, IntRange] | None:
     """Return the ranges of a record's required fields by key; None unless all of these are plain integers."""
     if not (isinstance(cls, type) and attrs.has(cls)) or hasattr(cls, "__attrs_post_init__") or tagged(cls):
@@ -234,6 +243,7 @@ def _translators(hook_for: HookFor) -> list[tuple[Callable[[Any], bool], MakeDec
         (attrs.has, _record_decoder, _record_encoder),
         (lambda kind: int_range(kind) is not None, int_decoder, None),
         (lambda kind: shape(kind) is list, _list_decoder, None),
+        (lambda kind: shape(kind) is Sequence, _list_decoder, _sequence_encoder),
         # Sets are written as sorted lists, so that equal records have equal bytes.
         (lambda kind: shape(kind) is set, lambda kind: set_decoder(kind, hook_for), lambda _: sorted),
         (lambda kind: shape(kind) is tuple, lambda kind: tuple_decoder(kind, hook_for), lambda _: list),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from itertools import chain
 from typing import Annotated, Any, Literal, TypeAlias, Union, cast, get_args, get_origin, get_type_hints
@@ -324,7 +324,7 @@ def _json_types(kind: Any) -> tuple[type, ...]:
     origin = get_origin(kind) or kind
     if origin is Literal or (isinstance(origin, type) and issubclass(origin, StrEnum)):
         return (str,)
-    if origin in (list, tuple, set):
+    if origin in (list, tuple, set, Sequence):
         return (list,)
     return (dict,)
 

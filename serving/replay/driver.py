@@ -30,11 +30,12 @@ _POLICY_CLASS = "policy-class"
 _RECORDED_OUTPUT = "output_replay_id"
 
 
-def request_of(due: DueRequest) -> Context[PreprocessedRequest]:
+def request_of(due: DueRequest, *, is_packed: bool = False) -> Context[PreprocessedRequest]:
     """Return the request in tokens, under its name in the trace, with the trace's hints for the router.
 
     It requires exactly the recorded number of tokens, and its recorded answer if the trace has one. Its metadata
-    contain the session, if the trace names it, and the policy class.
+    contain the session, if the trace names it, and the policy class. With `is_packed` the prompt is an array of u32
+    instead of a list.
     """
     turn = due.turn
     metadata = {_SESSION: due.session.session_id} if due.session.is_named else {}
@@ -45,7 +46,7 @@ def request_of(due: DueRequest) -> Context[PreprocessedRequest]:
         priority_jump=urgency.priority_jump(), strict_priority=turn.strict_priority, priority=turn.priority
     )
     request = PreprocessedRequest(
-        token_ids=due.token_ids(),
+        token_ids=due.packed() if is_packed else due.token_ids(),
         stop_conditions=StopConditions(max_tokens=turn.output_tokens, min_tokens=turn.output_tokens, ignore_eos=True),
         annotations=[] if turn.recorded is None else [f"{_RECORDED_OUTPUT}:{due.name}"],
         routing=None if urgency == AgentHints() else hints,
@@ -73,6 +74,8 @@ class LoadDriver:
     """Records the requests."""
     number_of: WorkerNumber = lambda worker_id, role: worker_id
     """The number of a worker in the samples; default: its id."""
+    is_packed: bool = False
+    """Whether prompts are arrays, which the stages of this project take as well as lists, for less."""
     on_progress: Callable[[int], object] = lambda ended: None
     """Called after each request with the number of ended ones."""
     on_request: Callable[[RequestSample], object] = lambda sample: None
@@ -135,7 +138,7 @@ class LoadDriver:
             session_id=due.session.session_id if due.session.is_named else None,
             turn_index=due.turn_index,
         )
-        request = request_of(due)
+        request = request_of(due, is_packed=self.is_packed)
         request.payload.tracker = tracker = SampleTracker.of(sample, self.sample_ms, self.number_of)
         status = Status.FAILED
         answer: list[int] = []

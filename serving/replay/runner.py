@@ -98,7 +98,14 @@ async def run_config(
     hosting = HostOptions(environment, recorded=recorded_outputs(trace), horizon=horizon)
     async with hosted_graph(config, hosting) as opened:
         fleet = FleetRecorder(opened.fleet, samples)
-        driver = LoadDriver(opened.tokens, schedule, samples, number_of=fleet.number_of, on_progress=on_progress)
+        driver = LoadDriver(
+            opened.tokens,
+            schedule,
+            samples,
+            number_of=fleet.number_of,
+            is_packed=config.engine == "mocker",
+            on_progress=on_progress,
+        )
         stop = stop_when if stop_when is None or horizon is None else partial(_caught_up, stop_when, horizon)
         run_script = partial(fleet.run_script, script, driver.now_ms, horizon)
         is_interrupted = await _run_driver(driver, stop, run_script)

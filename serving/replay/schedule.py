@@ -58,6 +58,11 @@ class DueRequest:
         own = self.turn.prompt.token_ids()
         return [*self.history, *own] if self.history else own
 
+    def packed(self) -> array[int]:
+        """Return the whole prompt as a new array of u32."""
+        own = self.turn.prompt.packed()
+        return self.history + own if self.history else own
+
 
 @define(eq=False)
 class Schedule:
@@ -170,7 +175,7 @@ class Schedule:
         turns, next_turn = due.session.turns, due.turn_index + 1
         if goes_on and next_turn < len(turns):
             if due.history is not None:
-                self._open[due.session_index] = array("I", [*due.token_ids(), *output_token_ids])
+                self._open[due.session_index] = due.packed() + array("I", output_token_ids)
             delay_ms = turns[next_turn].delay_ms / self.speed_up
             heappush(self._heap, (now_ms + delay_ms, due.session_index, next_turn))
             return

@@ -69,6 +69,7 @@ async def test_ignoring_the_end_drops_every_stop() -> None:
 async def test_the_tokens_of_the_request_are_its_own() -> None:
     for request in (text(prompt=[1, 2]), chat(nvext={"token_data": [1, 2]})):
         payload = await preprocessed(request)
+        assert isinstance(payload.token_ids, list)
         payload.token_ids.append(3)
         assert (await preprocessed(request)).token_ids == [1, 2]
 

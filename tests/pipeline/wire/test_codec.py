@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -194,8 +195,17 @@ def test_log_probabilities_without_end_travel_in_messagepack() -> None:
 
 def test_the_list_read_is_not_the_list_given() -> None:
     payload = {"token_ids": [1, 2]}
-    from_plain(payload, PreprocessedRequest).token_ids.append(3)
+    read = from_plain(payload, PreprocessedRequest).token_ids
+    assert isinstance(read, list)
+    read.append(3)
     assert payload == {"token_ids": [1, 2]}
+
+
+def test_a_prompt_may_be_an_array_and_is_a_list_on_the_wire() -> None:
+    packed, plain = PreprocessedRequest(array("I", [1, 2])), PreprocessedRequest([1, 2])
+    assert to_json(packed) == to_json(plain)
+    assert to_msgpack(packed) == to_msgpack(plain)
+    assert from_plain(to_plain(packed), PreprocessedRequest) == plain
 
 
 @attrs.define

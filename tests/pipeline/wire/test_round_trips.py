@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
+from collections.abc import Sequence
 from enum import Enum
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
@@ -167,7 +168,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*(st.none() if part is type(None) else values(part) for part in arguments))
     if origin is Literal:
         return st.sampled_from(arguments)
-    if origin is list:
+    if origin in (list, Sequence):
         return st.lists(values(arguments[0]), max_size=3)
     if origin is set:
         return st.sets(values(arguments[0]), max_size=3)

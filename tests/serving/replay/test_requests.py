@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
+
+import pytest
 
 from engines.mocker import RecordedOutputs
 from pipeline import Context
@@ -29,6 +32,16 @@ def test_it_wants_exactly_the_tokens_of_the_trace_under_its_name(trace_of: Trace
     assert (request.stop_conditions.max_tokens, request.stop_conditions.min_tokens) == (2, 2)
     assert request.stop_conditions.ignore_eos
     assert (request.routing, request.annotations) == (None, [])
+
+
+@pytest.mark.parametrize("vocabulary", [None, range(100, 200)])
+def test_its_prompt_may_be_an_array(vocabulary: range | None, trace_of: TraceOf) -> None:
+    trace = trace_of(row(), trace_block_size=2)
+    trace = trace if vocabulary is None else trace.with_vocabulary(vocabulary)
+    due = Schedule.closed_loop(trace, 1).take_due(0)[0]
+    packed = request_of(due, is_packed=True).payload.token_ids
+    assert isinstance(packed, array)
+    assert (packed.typecode, packed.tolist()) == ("I", request_of(due).payload.token_ids)
 
 
 def test_it_carries_the_hints_of_the_trace(trace_of: TraceOf) -> None:

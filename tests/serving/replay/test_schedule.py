@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from random import Random
 
@@ -152,6 +153,7 @@ def test_a_turn_of_a_delta_trace_follows_all_prompts_and_answers_before_it(trace
     schedule.ended(second, 1)
     (third,) = schedule.take_due(2)
     assert third.token_ids() == [1, 1, 7, 8, 2, 2, 3, 3]
+    assert third.packed() == array("I", third.token_ids())
     assert second.token_ids() == [1, 1, 7, 8, 2, 2]
 
 
