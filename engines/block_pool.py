@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from pipeline.protocols.kv import KvCleared, KvEventData, KvRemoved, KvStored, StoredBlock
+from pipeline.protocols.kv import KvCleared, KvEventData, KvRemoved, KvStored, StoredBlocks
 
 OnEvent = Callable[[KvEventData], object]
 OnEventWithTokens = Callable[[KvEventData, Sequence[int]], object]
@@ -258,7 +258,7 @@ class BlockPool:
         if not run or (self.on_event is None and self.on_event_with_tokens is None):
             return
         first, last = run[0], run[-1] + 1
-        stored = list(map(StoredBlock, names[first:last], token_hashes[first:last]))
+        stored = StoredBlocks(names[first:last], token_hashes[first:last])
         size = len(tokens) // len(names)
         self._publish(KvStored(names[first - 1] if first else parent, stored), tokens[first * size : last * size])
 

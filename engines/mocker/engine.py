@@ -70,7 +70,7 @@ class MockEngine(LLMEngine):
     describe a predictor of times and there is no `timing`; the start logs a warning for arguments without an effect.
 
     With a `horizon` it runs ahead in virtual time on asyncio: the tokens after the first then come in one
-    `TimedOutput`, with the last.
+    `TimedOutput`, with the last. Without an event reader it publishes no KV events.
 
     A request with an answer in `recorded`, or in the file of the arguments instead, gets that answer. After a stop one
     chunk with finish reason cancelled follows, after a kill nothing; either way, and when a stream is closed or
@@ -88,6 +88,7 @@ class MockEngine(LLMEngine):
         token_ids: range | None = None,
         recorded: RecordedOutputs | None = None,
         horizon: Horizon | None = None,
+        has_event_reader: bool = True,
         model: str = MODEL,
         clock: Callable[[], float] = anyio.current_time,
     ) -> None:
@@ -103,6 +104,7 @@ class MockEngine(LLMEngine):
         self._clock = clock
         self._recorded = recorded
         self._horizon = horizon
+        self._has_event_reader = has_event_reader
         self._metrics: NativeMetrics | None = None
         self._owned = ExitStack()
         self._answers: dict[str, Answer] = {}
@@ -224,7 +226,10 @@ class MockEngine(LLMEngine):
     async def kv_event_sources(self) -> Items[PushSource]:
         if not self.args.publishes_kv_events:
             return ()
-        return [PushSource(rank.publish_to, rank.dp_rank) for rank in self.ranks]
+        return [
+            PushSource(rank.publish_to if self._has_event_reader else lambda publisher: None, rank.dp_rank)
+            for rank in self.ranks
+        ]
 
     async def setup_metrics(self, context: MetricsContext) -> MetricsBindings:
         if self._metrics is None:

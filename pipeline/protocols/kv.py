@@ -9,8 +9,8 @@ instance does, a failed worker ends its stream with an error, and a reply names 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, overload
 
 from attrs import define, frozen
 
@@ -56,6 +56,50 @@ class StoredBlock:
     mm_extra_info: BlockExtraInfo | None = None
 
 
+class StoredBlocks(Sequence[StoredBlock]):
+    """Blocks by the columns of their hashes: an engine of this process makes no record of each, and no reader needs it.
+
+    Equal to a list of the same blocks.
+    """
+
+    __slots__ = ("block_hashes", "tokens_hashes")
+
+    def __init__(self, block_hashes: Sequence[int], tokens_hashes: Sequence[int]) -> None:
+        self.block_hashes = block_hashes
+        self.tokens_hashes = tokens_hashes
+
+    @classmethod
+    def of(cls, blocks: Sequence[StoredBlock]) -> StoredBlocks:
+        """Return the blocks as columns, without what they have of media."""
+        if isinstance(blocks, StoredBlocks):
+            return blocks
+        return cls([block.block_hash for block in blocks], [block.tokens_hash for block in blocks])
+
+    def __len__(self) -> int:
+        return len(self.block_hashes)
+
+    def __iter__(self) -> Iterator[StoredBlock]:
+        return map(StoredBlock, self.block_hashes, self.tokens_hashes)
+
+    @overload
+    def __getitem__(self, index: int) -> StoredBlock: ...
+    @overload
+    def __getitem__(self, index: slice) -> StoredBlocks: ...
+    def __getitem__(self, index: int | slice) -> StoredBlock | StoredBlocks:
+        names, hashes = self.block_hashes[index], self.tokens_hashes[index]
+        if isinstance(names, int) and isinstance(hashes, int):
+            return StoredBlock(names, hashes)
+        assert not isinstance(names, int)
+        assert not isinstance(hashes, int)
+        return StoredBlocks(names, hashes)
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, StoredBlocks | list) else NotImplemented
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
 @frozen
 class KvStored:
     """Consecutive blocks were stored; the first follows `parent_hash` (None: it begins a sequence)."""
@@ -63,7 +107,7 @@ class KvStored:
     wire_nullable: ClassVar[Sequence[str]] = ("parent_hash",)
 
     parent_hash: U64 | None
-    blocks: list[StoredBlock]
+    blocks: Sequence[StoredBlock]
     start_position: U32 | None = None
 
 

@@ -132,6 +132,8 @@ class Deployment:
     """Known answers."""
     horizon: Horizon | None = None
     """How far mock engines may run ahead; None: not at all."""
+    has_event_reader: bool = True
+    """Whether anything may read the KV events of mock engines."""
     model_path: Path | None = None
     """Folder or file of the model; None: there is none."""
     lora: Mapping[str, Path] = field(factory=dict)
@@ -209,6 +211,7 @@ def _mocker(arguments: dict[str, Any], deployment: Deployment) -> LLMEngine:
         token_ids=deployment.token_ids,
         recorded=deployment.recorded,
         horizon=deployment.horizon,
+        has_event_reader=deployment.has_event_reader,
         model=name,
         clock=time.time,
     )

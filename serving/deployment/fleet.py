@@ -39,7 +39,7 @@ def hosted(
         environment=hosting.environment,
         health=hosting.health,
         times=hosting.times,
-        kv_event_log=event_log if config.needs_event_logs else None,
+        kv_event_log=event_log if config.needs_event_logs and not hosting.is_closed else None,
         tracer=hosting.tracer,
     )
 
@@ -52,6 +52,7 @@ class Fleet:
         self._deployment: Deployment = config.deployment(config.modes[0])
         self._deployment.recorded = hosting.recorded
         self._deployment.horizon = hosting.horizon
+        self._deployment.has_event_reader = config.needs_event_logs or not hosting.is_closed
         self._deployment.report_loading = hosting.report_loading
         self._running: dict[Worker, None] = {}
         self.workers: list[Worker] = []

@@ -95,7 +95,7 @@ async def run_config(
     samples = Samples(interval_ms)
     environment = environment or {}
     horizon = None if step_by_step or acts_on_tokens(config, environment) else Horizon()
-    hosting = HostOptions(environment, recorded=recorded_outputs(trace), horizon=horizon)
+    hosting = HostOptions(environment, recorded=recorded_outputs(trace), horizon=horizon, is_closed=True)
     async with hosted_graph(config, hosting) as opened:
         fleet = FleetRecorder(opened.fleet, samples)
         driver = LoadDriver(

@@ -25,7 +25,7 @@ from enum import StrEnum
 from attrs import define, field
 
 from pipeline import InvalidArgument
-from pipeline.protocols.kv import WORKER_DOMAIN, KvEvent, KvRemoved, KvStored, RouterEvent, StoredBlock
+from pipeline.protocols.kv import WORKER_DOMAIN, KvEvent, KvRemoved, KvStored, RouterEvent, StoredBlock, StoredBlocks
 
 from ..numbers import Matches, RankNumbers
 from ..types import WorkerRank
@@ -162,8 +162,8 @@ class KvIndex:
             return Outcome.OTHER_TIER
         change, rank = event.event.data, WorkerRank(event.worker_id, event.event.dp_rank)
         if isinstance(change, KvStored):
-            names = [block.block_hash for block in change.blocks]
-            return self.store(rank, change.parent_hash, names, [block.tokens_hash for block in change.blocks])
+            blocks = StoredBlocks.of(change.blocks)
+            return self.store(rank, change.parent_hash, blocks.block_hashes, blocks.tokens_hashes)
         if isinstance(change, KvRemoved):
             self.remove(rank, change.block_hashes)
         else:

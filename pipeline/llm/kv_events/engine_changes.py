@@ -316,7 +316,7 @@ def _joined(first: EngineChange, second: EngineChange, limit_blocks: int) -> Eng
     data: KvEventData | None = None
     if isinstance(left, KvStored) and isinstance(right, KvStored):
         if left.blocks and right.parent_hash == left.blocks[-1].block_hash:
-            blocks = left.blocks + right.blocks
+            blocks = [*left.blocks, *right.blocks]
             data = KvStored(left.parent_hash, blocks, left.start_position) if len(blocks) <= limit_blocks else None
     elif isinstance(left, KvRemoved) and isinstance(right, KvRemoved):
         names = left.block_hashes + right.block_hashes

@@ -390,6 +390,17 @@ async def test_events_replayed_give_the_cache() -> None:
     assert known
 
 
+async def test_without_an_event_reader_nothing_is_published() -> None:
+    engine = MockEngine(MockEngineArgs(num_gpu_blocks=16, block_size=4), has_event_reader=False)
+    events: list[RouterEvent] = []
+    async with as_engine(engine) as served:
+        for source in await engine.kv_event_sources():
+            source.on_ready(KvEventPublisher(7, source.dp_rank, events.append))
+        await answer(served, request([1] * 21, 6))
+    assert engine.ranks[0].scheduler.pool.names()
+    assert not events
+
+
 @pytest.mark.parametrize("silent", [{"worker_type": "decode"}, {"enable_prefix_caching": False}])
 async def test_a_worker_without_a_cache_to_share_has_no_events(silent: dict[str, Any]) -> None:
     engine = MockEngine(MockEngineArgs(**silent))

@@ -8,7 +8,16 @@ import pytest
 
 from pipeline import InvalidArgument
 from pipeline.protocols import BlockExtraInfo, MmObject
-from pipeline.protocols.kv import KvCleared, KvEvent, KvRemoved, KvStored, RecoveredEvents, RouterEvent, StoredBlock
+from pipeline.protocols.kv import (
+    KvCleared,
+    KvEvent,
+    KvRemoved,
+    KvStored,
+    RecoveredEvents,
+    RouterEvent,
+    StoredBlock,
+    StoredBlocks,
+)
 from pipeline.wire import from_json, from_plain, to_json, to_plain
 
 MEDIA = BlockExtraInfo([MmObject(7, [(0, 3)])])
@@ -40,6 +49,16 @@ def test_an_unknown_residency_domain_does_not_spoil_the_batch() -> None:
     batch = from_plain({"events": [plain, {**plain, "residency_domain": "pool"}, plain]}, RecoveredEvents)
     assert [event.residency_domain for event in batch.events] == ["worker", "pool", "worker"]
     assert from_json(to_json(batch.events[1]), RouterEvent) == batch.events[1]
+
+
+def test_blocks_in_columns_are_those_blocks() -> None:
+    listed, columns = [StoredBlock(1, 2), StoredBlock(3, 4)], StoredBlocks([1, 3], [2, 4])
+    assert KvStored(None, columns) == KvStored(None, listed)
+    assert columns != StoredBlocks([1, 3], [2, 5])
+    assert (columns[1], list(columns[:1]), len(columns)) == (listed[1], listed[:1], 2)
+    assert to_json(KvStored(5, columns)) == to_json(KvStored(5, listed))
+    assert StoredBlocks.of(columns) is columns
+    assert StoredBlocks.of(listed) == columns
 
 
 def test_an_event_has_the_originals_wire_form() -> None:
