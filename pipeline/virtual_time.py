@@ -57,6 +57,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self.silent_times_s: dict[int, Sequence[float]] = {}
         """Times at which nothing happens, in order, and yet the clock stops as for a timer: what a task that has run
         ahead would do then. By the order of the task's timer."""
+        self._silent_calls: list[tuple[float, int, int, Callable[[], float | None]]] = []
         self._threads = 0
         self._blind = 0
         super().__init__()
@@ -69,6 +70,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().close()
         self._timers.clear()
         self._at_rest.clear()
+        self._silent_calls.clear()
 
     def _hold(self, more_threads: int) -> None:
         """Count the threads that work for the loop; time stands still meanwhile."""
@@ -103,12 +105,27 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             if silent_s == next_s:
                 break
             self._now_s = silent_s
+        if self._silent_calls and self._call_silently(next_s):
+            return
         if self._threads or not timers:
             self._poll(None)
         elif not self._poll(0):
             self._has_rested_before(next_s)
             self._now_s = next_s
             self._take_timers()
+
+    def _call_silently(self, next_s: float) -> bool:
+        """Make the silent calls of moments that end before this time; return True once one made anything ready."""
+        calls = self._silent_calls
+        while calls and calls[0][0] + _SAME_MOMENT_S < next_s:
+            time_s, order, _, call = heappop(calls)
+            self._now_s = max(self._now_s, time_s)
+            self._has_rested_before(self._now_s)
+            if (again_s := call()) is not None:
+                self.call_silently(again_s, order, call)
+            if self._ready:
+                return True
+        return False
 
     def _has_rested_before(self, time_s: float) -> None:
         """Callbacks at rest since a moment that ends before this time have run, or would have."""
@@ -162,6 +179,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         handle = asyncio.Handle(callback, args, self)
         self._at_rest.append((order, self._now_s if since_s is None else since_s, handle))
         return handle
+
+    def call_silently(self, time_s: float, order: int, call: Callable[[], float | None]) -> None:
+        """Call at the end of the moment at that time, before time goes on; the lowest order first.
+
+        It is a function, not a task: the call costs a tenth of a timer. It returns when it is to be called again, or
+        None.
+        """
+        heappush(self._silent_calls, (time_s, order, next(self._orders), call))
 
     def has_rested(self, time_s: float) -> bool:
         """Return whether a callback that was to run at rest since that time, which is past, would have run by now."""

@@ -15,8 +15,9 @@ from anyio.lowlevel import checkpoint
 from pipeline import Control, State
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PromptTokensDetails
 
+from .channel import Channel, ChannelOutput
 from .horizon import TimedOutput
-from .rank import Channel, ChannelOutput, Rank
+from .rank import Rank
 from .request import RequestPlan
 from .scheduling import AT_ONCE_TOKENS, Sequence
 from .tokens import log_probabilities

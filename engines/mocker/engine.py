@@ -70,7 +70,8 @@ class MockEngine(LLMEngine):
     describe a predictor of times and there is no `timing`; the start logs a warning for arguments without an effect.
 
     With a `horizon` it runs ahead in virtual time on asyncio: the tokens after the first then come in one
-    `TimedOutput`, with the last. Without an event reader it publishes no KV events.
+    `TimedOutput`, with the last. Without a reader it publishes
+    no KV events, and neither loads nor metrics.
 
     A request with an answer in `recorded`, or in the file of the arguments instead, gets that answer. After a stop one
     chunk with finish reason cancelled follows, after a kill nothing; either way, and when a stream is closed or
@@ -89,6 +90,7 @@ class MockEngine(LLMEngine):
         recorded: RecordedOutputs | None = None,
         horizon: Horizon | None = None,
         has_event_reader: bool = True,
+        has_load_reader: bool = True,
         model: str = MODEL,
         clock: Callable[[], float] = anyio.current_time,
     ) -> None:
@@ -105,6 +107,7 @@ class MockEngine(LLMEngine):
         self._recorded = recorded
         self._horizon = horizon
         self._has_event_reader = has_event_reader
+        self._has_load_reader = has_load_reader
         self._metrics: NativeMetrics | None = None
         self._owned = ExitStack()
         self._answers: dict[str, Answer] = {}
@@ -232,6 +235,8 @@ class MockEngine(LLMEngine):
         ]
 
     async def setup_metrics(self, context: MetricsContext) -> MetricsBindings:
+        if not self._has_load_reader:
+            return MetricsBindings([rank.dp_rank for rank in self.ranks])
         if self._metrics is None:
             self._metrics = NativeMetrics(self.args, context.model, self.ranks)
         return MetricsBindings([rank.dp_rank for rank in self.ranks], self._show_in, self._metrics.text)

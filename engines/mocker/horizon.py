@@ -1,11 +1,12 @@
 """Running ahead: in virtual time a rank computes many steps at once where they concern none but their own requests.
 
-    step ─ step ─ [ stretch: every running sequence gets a token a step, nothing else changes ] ─ step
+    step ─ step ─ [ stretch: every running sequence gets a token a step, and blocks for them ] ─ step
                         └── one timer                                              first token ──► at its time
                                                                 all others, as a TimedOutput ──► with the last
 
-A stretch ends before the step in which a sequence finishes, fills a block or needs one. Any call to the rank meanwhile
-(a new request, a cancellation, a reservation) cuts it: the rank is then in the very state it would be in step by step.
+A stretch ends before the step in which a sequence finishes, or lacks a block. Any call to the rank meanwhile (a new
+request, a cancellation, a reservation) cuts it: the rank is then in the very state it would be in step by step. Blocks
+are taken and filled, with their events, as each step begins if anybody is told, else with the end of the stretch.
 The tokens after a request's first are kept back until its last, a stop, or a time at which its worker may end. So the
 times of all tokens, and all that others see of the rank, are the same.
 
@@ -90,7 +91,7 @@ class Horizon:
 class Stretch:
     """The steps that a rank has run ahead, from their beginning until they end or are cut."""
 
-    __slots__ = ("begin_s", "end_s", "is_cut", "is_in_step", "sequences", "times_s")
+    __slots__ = ("begin_s", "done", "end_s", "is_cut", "is_in_step", "sequences", "times_s")
 
     def __init__(self, sequences: Items[Sequence], begin_s: float, durations_ms: Iterable[float], until_s: float):
         times_s = array("d", accumulate(map(truediv, durations_ms, repeat(1000)), initial=begin_s))
@@ -102,6 +103,8 @@ class Stretch:
         """The end of each step."""
         self.end_s = times_s[-1] if times_s else begin_s
         """When its last step ends; of a stretch that was cut, the step that ran then."""
+        self.done = 0
+        """Steps that the scheduler has done."""
         self.is_cut = False
         self.is_in_step = False
         """Whether a step ran when the stretch was cut, whose output is still to come."""
@@ -120,6 +123,12 @@ class Stretch:
     def settles_since_s(self) -> float | None:
         """When the moment began in which it was cut, if that was before the next step of that moment began."""
         return self.end_s if self.is_cut and not self.is_in_step else None
+
+    def begin_of(self, step: int) -> float | None:
+        """Return when that step begins, counted from 0; None if it is not one of these."""
+        if step >= len(self.times_s):
+            return None
+        return self.times_s[step - 1] if step else self.begin_s
 
     def due(self, now_s: float) -> int:
         """Return how many steps have ended by now."""

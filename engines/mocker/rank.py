@@ -13,55 +13,24 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import TypeAlias
+from functools import partial
 
 import anyio
 from anyio.lowlevel import checkpoint
 
 from pipeline import EngineShutdown, InvalidArgument, PenstockError
 from pipeline.errors import BackendUnknown
-from pipeline.loop import Timer, Wakeup, clock
+from pipeline.loop import Timer, clock
 
 from ..publishing import ComponentSnapshot, KvEventPublisher, SnapshotPublisher
 from .args import MockEngineArgs
 from .build import make_scheduler
+from .channel import Channel
 from .horizon import LEAST_STEPS, Horizon, Stretch
 from .latencies import Latencies
 from .scheduling import Sequence, SequenceState, StepResult
 from .timing import TimingModel
 from .zmq_events import EventFeed
-
-ChannelOutput: TypeAlias = "tuple[Sequence, list[int], bool, array[float] | None]"
-"""Of a step with output: the sequence, its new tokens, and whether it is finished; of several steps at once also the
-time of each token."""
-
-
-class Channel:
-    """Tokens and endings of a request's sequences, in the order they were made, until one task reads them.
-
-    It never fills: a request's tokens are counted beforehand.
-    """
-
-    __slots__ = ("error", "news", "outputs")
-
-    def __init__(self) -> None:
-        self.outputs: deque[ChannelOutput] = deque()
-        self.error: PenstockError | None = None
-        """What ended the request, other than its last token."""
-        self.news = Wakeup()
-        """Set when there is something to read; also when the request is stopped."""
-
-    def deliver(
-        self, sequence: Sequence, token_ids: list[int], is_finished: bool, times_s: array[float] | None = None
-    ) -> None:
-        self.outputs.append((sequence, token_ids, is_finished, times_s))
-        self.news.wake()
-
-    def fail(self, error: PenstockError) -> None:
-        """The request can never be served, or the engine failed with it."""
-        self.error = error
-        self.news.wake()
-
 
 _log = logging.getLogger(__name__)
 
@@ -252,10 +221,37 @@ class Rank:
             return None
         self._stretch = stretch
         self._timer.stop_silently(stretch.times_s)
+        if (border_s := self._cross_borders(stretch, 1)) is not None:
+            self._timer.call_silently(border_s, partial(self._at_border, stretch))
+        return stretch
+
+    def _at_border(self, stretch: Stretch) -> float | None:
+        """Begin a step in which blocks are taken or filled; return when the next one begins."""
+        if self._stretch is not stretch:  # it was cut
+            return None
+        return self._cross_borders(stretch, stretch.due(self._clock()) + 1)
+
+    def _cross_borders(self, stretch: Stretch, begun: int) -> float | None:
+        """Do the steps that have begun, as far as others may see; return when they see the next one, if they do."""
+        if not self._is_watched:
+            return None
+        self._advance_to(stretch, begun)
         if self.feed is not None:
             self.feed.flush()
         self._show()
-        return stretch
+        return stretch.begin_of(stretch.done + self.scheduler.steps_to_border())
+
+    def _advance_to(self, stretch: Stretch, begun: int) -> None:
+        """Do the steps of a stretch up to that many."""
+        self.scheduler.advance(begun - stretch.done)
+        stretch.done = begun
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether others learn of blocks that are taken and filled."""
+        pool = self.scheduler.pool
+        is_published = pool.on_event is not None or pool.on_event_with_tokens is not None
+        return is_published or self.snapshots is not None
 
     async def _until_end(self, stretch: Stretch, timer: Timer, now: Callable[[], float]) -> None:
         """Wait until the stretch, or what a cut has left of it, ends, and deliver its output."""
@@ -264,7 +260,7 @@ class Rank:
         if self._stretch is stretch:
             self._stretch = None
             timer.stop_silently(())
-            self.scheduler.advance(len(stretch))
+            self._advance_to(stretch, len(stretch))
             self._hold_steps(stretch, len(stretch), len(stretch))
         elif stretch.is_in_step:
             self._deliver(StepResult(emitted=list(stretch.sequences)), now())
@@ -277,9 +273,9 @@ class Rank:
         self._timer.stop_silently(())
         due = stretch.due(self._clock())
         # A call in the moment in which a step ends may come before the next one begins.
-        has_begun = not due or self._timer.has_settled(stretch.times_s[due - 1])
+        has_begun = stretch.done > due or not due or self._timer.has_settled(stretch.times_s[due - 1])
         begun = stretch.cut(due, has_begun)
-        self.scheduler.advance(begun)
+        self._advance_to(stretch, begun)
         if due:
             self._hold_steps(stretch, begun, due)
         self._timer.wake()

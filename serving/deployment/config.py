@@ -262,7 +262,7 @@ class HostOptions:
     """How far mock engines may run ahead in virtual time; None: not at all."""
     is_closed: bool = False
     """Whether nothing but the graph reads what its workers publish, of which nothing gets lost: then they keep no KV
-    events for a recovery, and publish them only where a router of the graph reads them."""
+    events for a recovery, and mock engines publish events and loads only where a router of the graph reads them."""
     transports: Mapping[str, Transport] = field(factory=dict)
     """What replaces the network to upstream servers, by URL."""
     report_loading: ReportProgress = no_report

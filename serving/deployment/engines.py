@@ -134,6 +134,8 @@ class Deployment:
     """How far mock engines may run ahead; None: not at all."""
     has_event_reader: bool = True
     """Whether anything may read the KV events of mock engines."""
+    has_load_reader: bool = True
+    """Whether anything may read their loads and metrics."""
     model_path: Path | None = None
     """Folder or file of the model; None: there is none."""
     lora: Mapping[str, Path] = field(factory=dict)
@@ -212,6 +214,7 @@ def _mocker(arguments: dict[str, Any], deployment: Deployment) -> LLMEngine:
         recorded=deployment.recorded,
         horizon=deployment.horizon,
         has_event_reader=deployment.has_event_reader,
+        has_load_reader=deployment.has_load_reader,
         model=name,
         clock=time.time,
     )

@@ -20,6 +20,7 @@ from pipeline.network import Runtime, withdraw_all
 from .config import GraphConfig, HostOptions
 from .engines import Deployment
 from .kv_routing import event_log
+from .routing import reads_loads
 
 
 def hosted(
@@ -53,6 +54,7 @@ class Fleet:
         self._deployment.recorded = hosting.recorded
         self._deployment.horizon = hosting.horizon
         self._deployment.has_event_reader = config.needs_event_logs or not hosting.is_closed
+        self._deployment.has_load_reader = reads_loads(config, hosting.environment) or not hosting.is_closed
         self._deployment.report_loading = hosting.report_loading
         self._running: dict[Worker, None] = {}
         self.workers: list[Worker] = []

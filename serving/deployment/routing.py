@@ -143,16 +143,15 @@ def _pushing(
 
     Without a threshold there is no subscription to load reports: no mode of routing uses them.
     """
-    thresholds = busy_thresholds(environment).updated(config.busy)
     cards = BehaviorSubject(PoolCards(configs={}))
     with cards_of(runtime.discovery.watch_models(endpoint.path)).subscribe(cards):
-        if thresholds == BusyThresholds():
+        if not reads_loads(config, environment):
             yield router_of(workers, config, environment, worker_type, cards=cards), None
             return
         loads = WorkerLoads(workers)
         with (
             loads.follow(load_reports(runtime.events, endpoint), scheduler=runtime.scheduler),
-            closing(BusyWatch(loads, thresholds, cards)) as watch,
+            closing(BusyWatch(loads, _thresholds(config, environment), cards)) as watch,
         ):
             busy = watch.changes()
             yield router_of(workers, config, environment, worker_type, cards=cards, loads=loads, busy=busy), watch
@@ -161,6 +160,15 @@ def _pushing(
 def busy_thresholds(environment: Mapping[str, str]) -> BusyThresholds:
     """Return the thresholds that the environment sets; one that cannot be read, or is out of range, is not set."""
     return BusyThresholds(**from_environment(BusyThresholds, environment))
+
+
+def _thresholds(config: GraphConfig, environment: Mapping[str, str]) -> BusyThresholds:
+    return busy_thresholds(environment).updated(config.busy)
+
+
+def reads_loads(config: GraphConfig, environment: Mapping[str, str]) -> bool:
+    """Return whether a router reads the loads that workers report: if it leaves out busy ones."""
+    return _thresholds(config, environment) != BusyThresholds()
 
 
 def acts_on_tokens(config: GraphConfig, environment: Mapping[str, str]) -> bool:

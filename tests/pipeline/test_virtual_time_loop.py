@@ -136,3 +136,55 @@ def test_the_clock_stops_at_silent_times_within_a_moment_as_for_a_timer() -> Non
 
     settled_s = [run_in_virtual_time(clock_when_settled, is_silent, backend="asyncio") for is_silent in (False, True)]
     assert settled_s == [1.0 + 4e-10] * 2
+
+
+def test_a_silent_call_is_made_at_the_end_of_its_moment_and_again_when_it_says() -> None:
+    seen: list[tuple[str, float]] = []
+
+    async def main() -> None:
+        loop, early, late = asyncio.get_running_loop(), Timer(), Timer()
+
+        def call(name: str, *again_s: float) -> Callable[[], float | None]:
+            left = list(again_s)
+
+            def made() -> float | None:
+                seen.append((name, loop.time()))
+                return left.pop(0) if left else None
+
+            return made
+
+        def note() -> None:
+            seen.append(("timer", loop.time()))
+
+        late.call_silently(1.0, call("late", 1.5, 2.5))
+        early.call_silently(1.0, call("early"))
+        for at_s in (1.0, 1.0 + 5e-10, 2.0):
+            loop.call_at(at_s, note)
+        await asyncio.sleep(2.2)
+        seen.append(("end", loop.time()))
+
+    in_virtual_time(main)
+    moment = [("timer", 1.0), ("timer", 1.0 + 5e-10), ("early", 1.0 + 5e-10), ("late", 1.0 + 5e-10)]
+    assert seen == [*moment, ("late", 1.5), ("timer", 2.0), ("end", 2.2)]
+
+
+def test_what_a_silent_call_wakes_runs_at_that_time() -> None:
+    seen: list[float] = []
+
+    async def main() -> None:
+        loop, timer, woken = asyncio.get_running_loop(), Timer(), asyncio.Event()
+
+        async def wait() -> None:
+            await woken.wait()
+            seen.append(loop.time())
+
+        def call() -> None:
+            woken.set()
+
+        task = asyncio.create_task(wait())
+        timer.call_silently(1.0, call)
+        await asyncio.sleep(3.0)
+        await task
+
+    in_virtual_time(main)
+    assert seen == [1.0]

@@ -9,6 +9,7 @@ from pipeline import ContractViolation
 
 from ...block_pool import BlockPool
 from ..timing import PolynomialTiming, StepTime
+from . import uniform
 from .policies import UNBOUNDED, Burst, Policy, VllmPolicy
 from .sequence import NEVER, Sequence, SequenceState
 from .step import ROLES, Queue, Role, StepPlan, StepResult
@@ -62,6 +63,7 @@ class Scheduler:
         self._caching = prefix_caching
         self._chunked = chunked_prefill
         self._burst = burst if role.charges_tokens else None
+        self._observes_steps = type(self._policy).after_step is not Policy.after_step
         self._running: list[Sequence] = []
         self._queue = Queue(
             pool,
@@ -172,39 +174,30 @@ class Scheduler:
         return done
 
     def uniform_steps(self) -> int:
-        """Return how many of the next steps do nothing but give each running sequence one new token.
-
-        In these no sequence begins, finishes, takes a block or fills one. 0 if that may be otherwise.
-        """
-        running = self._running
-        if not running or self._queue.waiting or self._queue.ready or len(running) > self._max_tokens:
+        """Return how many of the next steps do nothing but give each running sequence one new token; see `uniform`."""
+        if self._queue.waiting or self._queue.ready or len(self._running) > self._max_tokens:
             return 0
         if self._burst is not None or not self._role.charges_tokens:
             return 0
-        least = NEVER
-        for sequence in running:
-            length = sequence.length
-            if sequence.computed != length - 1 or length <= sequence.prompt_tokens or length != sequence.emitted_length:
-                return 0
-            ends = min(sequence.end - 1, sequence.next_full, sequence.room + 1)
-            least = min(least, ends - length)
-        return max(0, least)
+        return uniform.steps_until_end(self._running)
 
     def uniform_times_ms(self, steps: int) -> Iterable[float] | None:
-        """Return the time of each of that many uniform steps; None if the model of time has to be called at each."""
-        context_tokens = sum(sequence.length for sequence in self._running)
-        active, capacity = self.pool.active * self.block_size, self.pool.capacity * self.block_size
-        return self._time.decodes_ms(len(self._running), active, capacity, context_tokens, steps)
+        """Return the time of each of that many uniform steps, or of fewer, as far as there are blocks.
+
+        None if the model of time has to be called at each step.
+        """
+        return uniform.times_ms(self._running, self.pool, self.block_size, self._time, steps)
+
+    def steps_to_border(self) -> int:
+        """Return how many uniform steps come before the next one in which a sequence takes or fills a block."""
+        return uniform.steps_to_border(self._running)
 
     def advance(self, steps: int) -> None:
         """Do that many uniform steps."""
-        for sequence in self._running:
-            sequence.length += steps
-            sequence.computed += steps
-            sequence.emitted_length += steps
-            sequence.new_tokens = 1
-        for _ in range(steps):
-            self._policy.after_step(False)
+        uniform.advance(self._running, self.pool, steps, self._publish)
+        if self._observes_steps:
+            for _ in range(steps):
+                self._policy.after_step(False)
 
     def _plan_prompts_first(self, plan: StepPlan, done: StepResult) -> None:
         for sequence in tuple(self._running):

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import anyio
+import pytest
 from attrs import define, field, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from engines.mocker import (
     TimedOutput,
     TimingModel,
 )
+from engines.mocker.scheduling import Scheduler, StepResult
 from pipeline import Context
 from pipeline.loop import Timer
 from pipeline.protocols import OutputOptions, PreprocessedRequest, SamplingOptions, StopConditions
@@ -96,9 +98,15 @@ def request_of(rng: Random) -> PreprocessedRequest:
 
 
 async def play(
-    args: MockEngineArgs, timing: Callable[[], TimingModel], horizon: Horizon | None, seed: int, *, stops: bool
+    args: MockEngineArgs,
+    timing: Callable[[], TimingModel],
+    horizon: Horizon | None,
+    seed: int,
+    *,
+    stops: bool,
+    is_watched: bool = True,
 ) -> Played:
-    """Send requests at random times to an engine, some of which are stopped."""
+    """Send requests at random times to an engine, some of which are stopped; unless watched, no event or load shows."""
     rng, played = Random(seed), Played()
     engine = MockEngine(args, timing=timing(), horizon=horizon)
 
@@ -134,7 +142,7 @@ async def play(
             tasks.cancel_scope.cancel()
 
     async with as_engine(engine) as served:
-        for rank in engine.ranks:
+        for rank in engine.ranks if is_watched else ():
             rank.publish_to(KvEventPublisher(1, rank.dp_rank, played.event))
             rank.snapshots = played  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
         async with anyio.create_task_group() as tasks:
@@ -157,9 +165,11 @@ def by_choice(played: Played) -> dict[tuple[int, Any], list[Any]]:
     return found
 
 
-def play_both(args: MockEngineArgs, timing: Callable[[], TimingModel], seed: int, stops: bool) -> tuple[Played, Played]:
+def play_both(
+    args: MockEngineArgs, timing: Callable[[], TimingModel], seed: int, stops: bool, is_watched: bool = True
+) -> tuple[Played, Played]:
     async def main(horizon: Horizon | None) -> Played:
-        return await play(args, timing, horizon, seed, stops=stops)
+        return await play(args, timing, horizon, seed, stops=stops, is_watched=is_watched)
 
     steps, ahead = (run_in_virtual_time(main, horizon, backend="asyncio") for horizon in (None, Horizon()))
     assert by_choice(ahead) == by_choice(steps)
@@ -169,13 +179,19 @@ def play_both(args: MockEngineArgs, timing: Callable[[], TimingModel], seed: int
 
 
 @settings(max_examples=30)
-@given(st.integers(0, 2**32), st.sampled_from(ARGS), st.sampled_from([PolynomialTiming, round_steps]), st.booleans())
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(ARGS),
+    st.sampled_from([PolynomialTiming, round_steps]),
+    st.booleans(),
+    st.booleans(),
+)
 def test_tokens_events_and_loads_have_the_times_of_the_steps(
-    seed: int, given_args: dict[str, Any], timing: Callable[[], TimingModel], stops: bool
+    seed: int, given_args: dict[str, Any], timing: Callable[[], TimingModel], stops: bool, is_watched: bool
 ) -> None:
     wanted: dict[str, Any] = {"block_size": 8, "num_gpu_blocks": 4096} | given_args
     args = MockEngineArgs(**wanted)
-    play_both(args, timing, seed, stops and timing is PolynomialTiming)
+    play_both(args, timing, seed, stops and timing is PolynomialTiming, is_watched)
 
 
 def test_a_long_answer_comes_in_few_pieces() -> None:
@@ -183,6 +199,35 @@ def test_a_long_answer_comes_in_few_pieces() -> None:
     steps, ahead = play_both(args, PolynomialTiming, 3, False)
     assert ahead.bundles
     assert ahead.items * 4 < steps.items
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_a_stretch_crosses_the_borders_of_blocks(is_watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence fills and takes 25 blocks; the steps that begin and end requests are the only single ones."""
+    counts: list[int] = []
+    run_step = Scheduler.run_step
+
+    def counted(scheduler: Scheduler) -> StepResult:
+        counts[-1] += 1
+        return run_step(scheduler)
+
+    monkeypatch.setattr(Scheduler, "run_step", counted)
+    request = PreprocessedRequest([1] * 8, stop_conditions=StopConditions(max_tokens=200))
+
+    async def main(horizon: Horizon | None) -> None:
+        counts.append(0)
+        engine = MockEngine(MockEngineArgs(block_size=8), horizon=horizon)
+        async with as_engine(engine) as served:
+            events: list[Any] = []
+            if is_watched:
+                engine.ranks[0].publish_to(KvEventPublisher(1, 0, events.append))
+            await (await served.generate(Context(request))).collect()
+            assert len(events) == (25 if is_watched else 0)
+
+    for horizon in (None, Horizon()):
+        run_in_virtual_time(main, horizon, backend="asyncio")
+    assert counts[0] >= 200
+    assert counts[1] <= 5
 
 
 def test_a_model_of_time_that_may_have_a_state_is_called_as_each_step_begins() -> None:

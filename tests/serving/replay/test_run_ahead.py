@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.mocker.rank import Channel
+from engines.mocker.channel import Channel
 from operators.kv import KvRouterConfig
 from pipeline.testing import run_in_virtual_time
 from serving.deployment import GraphConfig
