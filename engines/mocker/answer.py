@@ -15,9 +15,9 @@ from anyio.lowlevel import checkpoint
 from pipeline import Control, State
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PromptTokensDetails
 
-from .channel import Channel, ChannelOutput
+from ..ready_tokens import Bundle, bundle_max_tokens
 from .horizon import TimedOutput
-from .rank import Rank
+from .rank import Channel, Rank
 from .request import RequestPlan
 from .scheduling import AT_ONCE_TOKENS, Sequence
 from .tokens import log_probabilities
@@ -34,7 +34,7 @@ class Answer:
         self, plan: RequestPlan, rank: Rank, control: Control, *, params: Any = None, last_delay_s: float = 0.0
     ) -> None:
         self.rank = rank
-        self.channel = Channel()
+        self.channel = Channel(bundle_max_tokens(plan.candidates))
         self.sequences = plan.sequences(rank.scheduler.block_size, rank.dp_rank)
         self.control = Control()
         control.link_child(self.control)
@@ -81,11 +81,12 @@ class Answer:
     async def chunks(self) -> AsyncGenerator[LLMEngineOutput, None]:
         """Yield the answer. Raises InvalidArgument if the rank can never serve it, and the rank's own failure."""
         channel, control = self.channel, self.control
-        outputs = channel.outputs
+        waiting = channel.waiting
         is_rich = len(self.sequences) > 1 or self._plan.logprobs is not None
         while True:
-            while outputs and (control.state is State.RUNNING or self._precedes_stop(outputs[0])):
-                sequence, token_ids, is_finished, times_s = outputs.popleft()
+            while waiting and (control.state is State.RUNNING or self._precedes_stop(waiting[0])):
+                bundle = channel.take()
+                sequence, token_ids, times_s = bundle.choice, bundle.tokens, bundle.times_s
                 is_first = not self._emitted_tokens
                 self._emitted_tokens += len(token_ids)
                 if token_ids:
@@ -95,7 +96,7 @@ class Answer:
                         if is_plain
                         else self._chunk(sequence, token_ids, times_s, is_first=is_first)
                     )
-                if is_finished:
+                if bundle.end:
                     if await self._is_cut_short():
                         break
                     self._finished.append(sequence)
@@ -110,9 +111,9 @@ class Answer:
                 raise channel.error
             await channel.news.wait()
 
-    def _precedes_stop(self, output: ChannelOutput) -> bool:
+    def _precedes_stop(self, bundle: Bundle[Sequence, int]) -> bool:
         """Return whether the tokens of an answer that was stopped, and not killed, were due before that."""
-        return output[3] is not None and not self.control.is_killed
+        return bundle.times_s is not None and not self.control.is_killed
 
     async def finished(self) -> None:
         """Return when the rank has finished every choice; raises as `chunks`."""

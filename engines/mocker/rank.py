@@ -14,23 +14,27 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from functools import partial
+from typing import TypeAlias
 
 import anyio
-from anyio.lowlevel import checkpoint
 
 from pipeline import EngineShutdown, InvalidArgument, PenstockError
 from pipeline.errors import BackendUnknown
 from pipeline.loop import Timer, clock
 
 from ..publishing import ComponentSnapshot, KvEventPublisher, SnapshotPublisher
+from ..ready_tokens import ReadyTokens
 from .args import MockEngineArgs
 from .build import make_scheduler
-from .channel import Channel
 from .horizon import LEAST_STEPS, Horizon, Stretch
 from .latencies import Latencies
+from .loop_share import LoopShare
 from .scheduling import Sequence, SequenceState, StepResult
 from .timing import TimingModel
 from .zmq_events import EventFeed
+
+Channel: TypeAlias = ReadyTokens[Sequence, int]
+"""Tokens of a request's sequences; the end of one is True."""
 
 _log = logging.getLogger(__name__)
 
@@ -173,10 +177,12 @@ class Rank:
         if self.horizon is not None and is_exact:
             self.horizon.join(self)
         least_s = 0.0 if is_exact else MIN_SLEEP_S
+        share = LoopShare()
         try:
             while True:
                 if since_s is None and self.scheduler.is_idle:
                     await self._wait_for_work()
+                    share.restart()
                 if is_exact:
                     began_s, since_s = now() if since_s is None else since_s, None
                     await timer.settle(began_s)  # a request of this very moment is in time for the step
@@ -190,14 +196,16 @@ class Rank:
                     began_s = now()
                 if not done.scheduled_tokens and done.did_nothing:  # nearly every step computes tokens
                     await self._wait_for_work()
+                    share.restart()
                     continue
                 due_s = max(due_s, began_s) + done.duration_ms / 1000
                 if self._held and not self._may_hold(began_s, due_s):
                     self.flush()
                 if due_s - began_s >= least_s:
                     await timer.wait_until(due_s)
+                    share.restart()
                 else:
-                    await checkpoint()
+                    await share.step_done()
                 self._deliver(done, now())
         finally:
             self.catch_up()
@@ -297,7 +305,7 @@ class Rank:
             held, channel = self._held.pop(sequence, None), self._live.get(sequence)
             if held is not None and channel is not None:
                 first, times_s = held
-                channel.deliver(sequence, sequence.output_tokens(first, first + len(times_s)), False, times_s)
+                channel.put(sequence, sequence.output_tokens(first, first + len(times_s)), None, times_s)
 
     def _hold_steps(self, stretch: Stretch, begun: int, due: int) -> None:
         """Keep back the output of the first `due` of the `begun` steps of a stretch."""
@@ -349,9 +357,9 @@ class Rank:
                     self._hold(sequence, sequence.emitted - sequence.new_tokens, (now_s,) * sequence.new_tokens)
                     if is_finished:
                         first, times_s = self._held.pop(sequence)
-                        channel.deliver(sequence, sequence.output_tokens(first), True, times_s)
+                        channel.put(sequence, sequence.output_tokens(first), True, times_s)
                 else:
-                    channel.deliver(sequence, sequence.new_token_ids(), is_finished)
+                    channel.put(sequence, sequence.new_token_ids(), is_finished or None)
         self._deliver_ends(done)
 
     def _deliver_ends(self, done: StepResult) -> None:
@@ -359,7 +367,7 @@ class Rank:
         live = self._live
         for sequence in done.completed_empty:
             if (channel := live.pop(sequence, None)) is not None:
-                channel.deliver(sequence, [], True)
+                channel.put(sequence, [], True)
         for sequence in done.rejected:
             self.flush((sequence,))
             if (channel := live.pop(sequence, None)) is not None:

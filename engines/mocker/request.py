@@ -27,7 +27,7 @@ from pipeline.protocols import PreprocessedRequest, StopConditions
 from ..roles import is_prefilled_elsewhere
 from .args import MockEngineArgs, WorkerType
 from .scheduling import Sequence
-from .tokens import Output
+from .tokens import TOP_MAX, Output
 
 ANNOTATION = "output_replay_id"
 """`output_replay_id:NAME` among a request's annotations selects the answer of that name."""
@@ -156,6 +156,11 @@ class RequestPlan:
     """How many other candidates come with each token; None: no log probabilities."""
     pays_prompt: bool = False
     """Whether the prompt takes time even on a decode worker, since no prefill worker computes it."""
+
+    @property
+    def candidates(self) -> int:
+        """How many tokens with log probabilities come for each one."""
+        return 0 if self.logprobs is None else 1 + min(self.logprobs, TOP_MAX)
 
     def sequences(self, block_size: int, dp_rank: int) -> list[Sequence]:
         """Return a new sequence for each choice."""

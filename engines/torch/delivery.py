@@ -1,16 +1,14 @@
 """Delivery: what the batcher draws for one request, as chunks for the task that reads them.
 
-It never fills up by more than the request's limits: the steps go on whether or not the reader comes back.
+The steps go on whether or not the reader comes back: the tokens that wait for it are then one chunk.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from pipeline import Control
-from pipeline.loop import Wakeup
 from pipeline.protocols import (
     CompletionUsage,
     FinishReason,
@@ -19,6 +17,7 @@ from pipeline.protocols import (
     TopLogprob,
 )
 
+from ..ready_tokens import Bundle, ReadyTokens, bundle_max_tokens
 from .order import Order
 from .slots import Choice, Drawn, KvBytes, News
 
@@ -41,8 +40,8 @@ class Delivery:
         self.control = control
         self._order = order
         self._offers = offers
-        self._news: deque[News] = deque()
-        self._came = Wakeup()
+        self._ready: ReadyTokens[Choice, Drawn] = ReadyTokens(bundle_max_tokens(_candidates(order)))
+        """The end of a choice is its finish reason and stop id."""
         self._emitted_tokens = 0
         self._log_probs = [0.0] * order.choices
         first = self._choice(0, imported=imported, keeps_blocks=offers is not None)
@@ -53,58 +52,57 @@ class Delivery:
         return Choice(order=self._order, index=index, receive=self._receive, **fields)
 
     def _receive(self, news: News) -> None:
-        self._news.append(news)
-        self._came.wake()
+        if news.error is not None:
+            self._ready.fail(news.error)
+        elif news.drawn is not None:
+            end = None if news.finish is None else (news.finish, news.stop_id)
+            self._ready.put(news.choice, [news.drawn], end)
 
     async def chunks(self) -> AsyncGenerator[LLMEngineOutput, None]:
         """Yield the answer; after a stop a cancelled chunk ends it, after a kill nothing. Raise what a step raised."""
-        control, news = self.control, self._news
-        forget = control.on_stop(self._came.wake)
+        control, ready = self.control, self._ready
+        forget = control.on_stop(ready.news.wake)
         try:
             while self._open:
-                while news and not control.is_stopped:
-                    yield self._chunk(news.popleft())
+                while ready.waiting and not control.is_stopped:
+                    yield self._chunk(ready.take())
                     if not self._open:
                         return
                 if control.is_stopped:
                     if not control.is_killed:
                         yield self._cancelled()
                     return
-                await self._came.wait()
+                if ready.error is not None:
+                    raise ready.error
+                await ready.news.wait()
         finally:
             forget()
 
-    def _chunk(self, news: News) -> LLMEngineOutput:
-        choice, drawn = news.choice, news.drawn
-        if news.error is not None:
-            raise news.error
-        assert drawn is not None, "news are a token or an error"
-        self._emitted_tokens += 1
-        chunk = LLMEngineOutput([drawn.token_id])
+    def _chunk(self, bundle: Bundle[Choice, Drawn]) -> LLMEngineOutput:
+        choice, drawn = bundle.choice, bundle.tokens
+        self._emitted_tokens += len(drawn)
+        chunk = LLMEngineOutput([one.token_id for one in drawn])
         if self._order.choices > 1:
             chunk.index = choice.index
-        if drawn.logprob is not None:
+        if drawn[0].logprob is not None:
             self._add_logprobs(chunk, choice.index, drawn)
-        if news.finish is not None:
-            self._finish(chunk, news)
+        if bundle.end is not None:
+            self._finish(chunk, choice, *bundle.end)
         return chunk
 
-    def _add_logprobs(self, chunk: LLMEngineOutput, index: int, drawn: Drawn) -> None:
-        own = drawn.logprob
-        assert own is not None
-        self._log_probs[index] += own
-        chunk.cum_log_probs, chunk.log_probs = self._log_probs[index], [own]
-        if drawn.top:
-            found = [TopLogprob(rank, token_id, logprob) for rank, (token_id, logprob) in enumerate(drawn.top, 1)]
-            if all(one.token_id != drawn.token_id for one in found):
-                found.append(TopLogprob(drawn.rank or len(found) + 1, drawn.token_id, own))
-            chunk.top_logprobs = [found]
+    def _add_logprobs(self, chunk: LLMEngineOutput, index: int, drawn: Sequence[Drawn]) -> None:
+        own = [one.logprob or 0.0 for one in drawn]
+        for logprob in own:  # token by token: however they came, the sum is the same to the last digit
+            self._log_probs[index] += logprob
+        chunk.cum_log_probs, chunk.log_probs = self._log_probs[index], own
+        if drawn[0].top:
+            chunk.top_logprobs = [_ranked(one, logprob) for one, logprob in zip(drawn, own, strict=True)]
 
-    def _finish(self, chunk: LLMEngineOutput, news: News) -> None:
-        chunk.finish_reason, chunk.stop_reason = news.finish, news.stop_id
-        if news.choice.index == 0 and self._offers is not None:
-            chunk.disaggregated_params = self._offers(news.choice)
-        self._open.discard(news.choice.index)
+    def _finish(self, chunk: LLMEngineOutput, choice: Choice, reason: FinishReason, stop_id: int | None) -> None:
+        chunk.finish_reason, chunk.stop_reason = reason, stop_id
+        if choice.index == 0 and self._offers is not None:
+            chunk.disaggregated_params = self._offers(choice)
+        self._open.discard(choice.index)
         if not self._open:
             chunk.completion_usage = self._usage()
 
@@ -119,6 +117,19 @@ class Delivery:
         if (cached := self.choices[0].cached_tokens) is not None:
             usage.prompt_tokens_details = PromptTokensDetails(cached)
         return usage
+
+
+def _candidates(order: Order) -> int:
+    """Return how many tokens with log probabilities come for each one."""
+    return 0 if order.sampling.logprobs is None else 1 + order.sampling.logprobs
+
+
+def _ranked(drawn: Drawn, own: float) -> list[TopLogprob]:
+    """Return the candidates at the place of a token, itself among them."""
+    found = [TopLogprob(rank, token_id, logprob) for rank, (token_id, logprob) in enumerate(drawn.top, 1)]
+    if all(one.token_id != drawn.token_id for one in found):
+        found.append(TopLogprob(drawn.rank or len(found) + 1, drawn.token_id, own))
+    return found
 
 
 def empty_chunks(choices: int) -> list[LLMEngineOutput]:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.mocker.channel import Channel
+from engines.ready_tokens import ReadyTokens
 from operators.kv import KvRouterConfig
 from pipeline.testing import run_in_virtual_time
 from serving.deployment import GraphConfig
@@ -157,14 +157,14 @@ def plain(**more: Any) -> tuple[GraphConfig, Trace]:
 def deliveries(config: GraphConfig, trace: Trace, monkeypatch: pytest.MonkeyPatch, **how: Any) -> int:
     """Return in how many pieces the engines of a replay gave their answers."""
     count = 0
-    deliver = Channel.deliver
+    put = ReadyTokens.put
 
-    def counted(channel: Channel, *given: Any) -> None:
+    def counted(channel: ReadyTokens[Any, Any], *given: Any) -> None:
         nonlocal count
         count += 1
-        deliver(channel, *given)
+        put(channel, *given)
 
-    monkeypatch.setattr(Channel, "deliver", counted)
+    monkeypatch.setattr(ReadyTokens, "put", counted)
     report_of(False, config, trace, **how)
     return count
 

@@ -1,0 +1,105 @@
+"""Delivery: tokens that wait for their reader are one chunk, the same answer as tokens that come apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+from attrs import evolve
+
+from engines.torch import Drawn, News
+from engines.torch.delivery import Delivery
+from pipeline import Control
+from pipeline.errors import BackendUnknown
+from pipeline.protocols import FinishReason, LLMEngineOutput
+
+from .worlds import order
+
+
+def drawn(token_id: int) -> Drawn:
+    return Drawn(token_id, -0.1 * token_id, 3, ((7, -0.05), (8, -0.06)))
+
+
+async def read(delivery: Delivery, pause_s: float = 0.0) -> list[LLMEngineOutput]:
+    found = []
+    async for chunk in delivery.chunks():
+        found.append(chunk)
+        await anyio.sleep(pause_s)
+    return found
+
+
+def shown(chunks: list[LLMEngineOutput]) -> dict[int, tuple[Any, ...]]:
+    """What each choice has in the end."""
+    found: dict[int, tuple[Any, ...]] = {}
+    for index in {chunk.index or 0 for chunk in chunks}:
+        own = [chunk for chunk in chunks if (chunk.index or 0) == index]
+        found[index] = (
+            [token for chunk in own for token in chunk.token_ids],
+            [logprob for chunk in own for logprob in chunk.log_probs or ()],
+            [top for chunk in own for top in chunk.top_logprobs or ()],
+            own[-1].cum_log_probs,
+            [(chunk.finish_reason, chunk.stop_reason) for chunk in own if chunk.finish_reason is not None],
+        )
+    return found
+
+
+async def answered(choices: int, reader_pause_s: float) -> list[LLMEngineOutput]:
+    wanted = order([1, 2], n=choices)
+    delivery = Delivery(evolve(wanted, sampling=evolve(wanted.sampling, logprobs=2)), Control())
+    found: list[LLMEngineOutput] = []
+
+    async def collect() -> None:
+        found.extend(await read(delivery, reader_pause_s))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(collect)
+        for token in range(20):
+            await anyio.sleep(0.01)
+            for choice in delivery.choices:
+                is_last = token == 19
+                news = News(choice, drawn(token + choice.index))
+                choice.receive(evolve(news, finish=FinishReason.STOP, stop_id=token) if is_last else news)
+    return found
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+async def test_a_late_reader_gets_the_same_answer_in_fewer_chunks(choices: int) -> None:
+    apart, together = await answered(choices, 0.0), await answered(choices, 0.055)
+    assert shown(apart) == shown(together)
+    assert len(apart) == 20 * choices
+    assert len(together) < 10 * choices
+    for chunks in (apart, together):
+        assert [chunk.completion_usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+        usage = chunks[-1].completion_usage
+        assert usage is not None
+        assert usage.completion_tokens == 20 * choices
+
+
+async def test_an_error_comes_behind_the_tokens_that_wait() -> None:
+    delivery = Delivery(order([1, 2]), Control())
+    (choice,) = delivery.choices
+    choice.receive(News(choice, Drawn(5)))
+    choice.receive(News(choice, Drawn(6)))
+    choice.receive(News(choice, error=BackendUnknown("broke")))
+    chunks = delivery.chunks()
+    assert (await anext(chunks)).token_ids == [5, 6]
+    with pytest.raises(BackendUnknown):
+        await anext(chunks)
+
+
+async def test_a_stop_counts_the_tokens_that_were_yielded_only() -> None:
+    control = Control()
+    delivery = Delivery(order([1, 2]), control)
+    (choice,) = delivery.choices
+    choice.receive(News(choice, Drawn(5)))
+    chunks = delivery.chunks()
+    first = await anext(chunks)
+    choice.receive(News(choice, Drawn(6)))
+    control.stop()
+    last = await anext(chunks)
+    assert first.token_ids == [5]
+    assert (last.token_ids, last.finish_reason) == ([], FinishReason.CANCELLED)
+    assert last.completion_usage is not None
+    assert last.completion_usage.completion_tokens == 1
+    await chunks.aclose()
