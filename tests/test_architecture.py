@@ -104,6 +104,7 @@ DOORS = {
     },
     "jinja2": {"operators/text/chat_template.py"},
     "msgspec": {
+        "pipeline/wire/answer_ends.py",
         "pipeline/wire/codec.py",
         "pipeline/wire/frames.py",
         "pipeline/wire/decoders.py",

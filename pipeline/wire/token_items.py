@@ -1,8 +1,9 @@
 """The usual item of a token stream as MessagePack, without the general codec: the same bytes, in a fifth of the time.
 
 It is an `Annotated[LLMEngineOutput]` of token ids and perhaps the index of its choice, and nothing else. All of it but
-these two are the same bytes each time. Any other item is left to the general codec. The bytes before, between and
-behind come from that codec, so a change of the record changes both.
+these two are the same bytes each time. The bytes before, between and behind come from the general codec, so a change of
+the record changes both. The first and the last item of an answer are read and written by `answer_ends`, any other item
+by the general codec.
 
 Such items that wait for a slow reader can be read as one item with the tokens of all: see `ready_reader`.
 """
@@ -19,6 +20,7 @@ import msgspec
 from ..annotated import Annotated
 from ..protocols import LLMEngineOutput
 from ..protocols.field_rules import U32_MAX
+from .answer_ends import end_to_msgpack, ends_from_msgpack
 from .codec import from_msgpack, from_plain, to_msgpack
 
 _INDEX_MAX = 127
@@ -37,7 +39,8 @@ def _ends() -> tuple[bytes, bytes]:
 
 _HEAD, _TAIL = _ends()
 _HEAD_BYTES, _TAIL_BYTES = len(_HEAD), len(_TAIL)
-_ONE_ITEM = b"\x91" + _HEAD
+_LIST_OF_1 = b"\x91"
+_ONE_ITEM = _LIST_OF_1 + _HEAD
 _ONE_ITEM_BYTES = len(_ONE_ITEM)
 _ENDS = {index: _TAIL + bytes([index]) for index in range(_INDEX_MAX + 1)} | {None: _TAIL + bytes([_NIL])}
 _encode_ids = msgspec.msgpack.Encoder().encode
@@ -53,14 +56,12 @@ def item_to_msgpack(item: Any) -> bytes:
         and item.comment is None
         and item.id is None
         and item.error is None
-        and chunk.finish_reason is None
         and chunk.log_probs is None
         and chunk.top_logprobs is None
         and chunk.cum_log_probs is None
         and chunk.text is None
         and chunk.tokens is None
         and chunk.stop_reason is None
-        and chunk.completion_usage is None
         and chunk.disaggregated_params is None
         and chunk.worker_trace_link is None
         and chunk.routing_data is None
@@ -70,6 +71,8 @@ def item_to_msgpack(item: Any) -> bytes:
         and chunk.content_parts is None
         and chunk.output_type == "text"
     ):
+        if chunk.finish_reason is not None or chunk.completion_usage is not None:
+            return end_to_msgpack(chunk) or to_msgpack(item)
         try:
             return _HEAD + _encode_ids(chunk.token_ids) + _ENDS[chunk.index]
         except (KeyError, TypeError, OverflowError):  # a large index, or what no list of token ids holds
@@ -109,7 +112,7 @@ def items_reader(kind: Any) -> Callable[[bytes], list[Any]]:
                 if index != _NIL:
                     chunk.index = index
                 return [Annotated(chunk)]
-        found = _usual_items(body, 1)
+        found = _short_way(body, 1)
         return read(body) if found is None else found[0]
 
     return read_tokens
@@ -135,7 +138,7 @@ def ready_reader(kind: Any, join_max: int) -> Callable[[deque[bytes]], Ready]:
         if len(bodies) > 1 and (joined := _joined(bodies, join_max)) is not None:
             return joined
         body = bodies[0]
-        if not body.startswith(_ONE_ITEM) and (found := _usual_items(body, join_max)) is not None:
+        if not body.startswith(_ONE_ITEM) and (found := _short_way(body, join_max)) is not None:
             bodies.popleft()
             return *found, len(body)
         return read_first(bodies)
@@ -167,6 +170,17 @@ def _joined(bodies: deque[bytes], join_max: int) -> Ready | None:
     if not count:
         return None
     return [Annotated(LLMEngineOutput(token_ids, index=_INDEXES[end]))], count, size_bytes
+
+
+def _short_way(body: bytes, join_max: int) -> tuple[list[Any], int] | None:
+    """Return the items of a list of usual items, or with the first or last of an answer, and how many they were.
+
+    None for any other list. Usual items are joined up to so many tokens.
+    """
+    if not body.startswith(_LIST_OF_1) and (found := _usual_items(body, join_max)) is not None:
+        return found
+    ends = ends_from_msgpack(body)
+    return None if ends is None else (ends, len(ends))
 
 
 def _usual_items(body: bytes, join_max: int) -> tuple[list[Any], int] | None:

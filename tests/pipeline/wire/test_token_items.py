@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pipeline import Annotated, Disconnected
 from pipeline.errors import CodecError, InvalidArgument
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput
+from pipeline.protocols.usage import CompletionTokensDetails, PromptTokensDetails
 from pipeline.wire import from_msgpack, item_to_msgpack, items_reader, ready_reader, to_msgpack, token_items
 
 KIND: Any = Annotated[LLMEngineOutput]
@@ -22,6 +23,21 @@ KIND: Any = Annotated[LLMEngineOutput]
 token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 indexes = st.none() | st.integers(0, 300)
 usual = st.builds(lambda ids, index: Annotated(LLMEngineOutput(ids, index=index)), token_ids, indexes)
+counts = st.integers(0, 2**32 - 1)
+cached = st.builds(PromptTokensDetails, st.none() | counts, st.none() | counts)
+usages = st.builds(
+    CompletionUsage, counts, counts, counts, st.none() | cached, st.none() | st.just(CompletionTokensDetails(1))
+)
+reasons = st.sampled_from([FinishReason.EOS, FinishReason.LENGTH, FinishReason.STOP, FinishReason.error("stop")])
+ends = st.builds(
+    lambda ids, index, reason, usage: Annotated(
+        LLMEngineOutput(ids, index=index, finish_reason=reason, completion_usage=usage)
+    ),
+    token_ids,
+    indexes,
+    st.none() | reasons,
+    st.none() | usages,
+)
 others = st.sampled_from(
     [
         Annotated(LLMEngineOutput([1], text="a")),
@@ -40,7 +56,7 @@ others = st.sampled_from(
         Annotated(),
     ]
 )
-items = usual | others
+items = usual | ends | others
 
 
 @given(items)
@@ -60,7 +76,7 @@ def _plain(item: Any) -> Any:
     return msgspec.msgpack.decode(to_msgpack(item))
 
 
-@given(st.lists(usual, min_size=1, max_size=3), st.data())
+@given(st.lists(usual | ends, min_size=1, max_size=3), st.data())
 def test_changed_bytes_read_as_the_general_codec_reads_them(given_items: list[Any], data: st.DataObject) -> None:
     body = bytearray(to_msgpack([*map(_plain, given_items)]))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -88,10 +104,33 @@ def test_the_usual_items_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> 
     assert item_to_msgpack(read(one)[0]) == one[1:]
 
 
+def test_the_first_and_the_last_item_take_a_short_way_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = CompletionUsage(7, 1, 8, PromptTokensDetails(0))
+    first = Annotated(LLMEngineOutput([7], completion_usage=usage))
+    last = Annotated(LLMEngineOutput([], index=0, finish_reason=FinishReason.LENGTH, completion_usage=usage))
+    body = to_msgpack([*map(_plain, [first, Annotated(LLMEngineOutput([8])), last])])
+    one = to_msgpack([_plain(last)])
+    monkeypatch.delattr(token_items, "from_msgpack")
+    monkeypatch.delattr(token_items, "to_msgpack")
+    read = items_reader(KIND)
+    assert read(body) == [first, Annotated(LLMEngineOutput([8])), last]
+    assert read(one) == [last]
+    assert item_to_msgpack(last) == one[1:]
+
+
+@pytest.mark.parametrize("reason", ["eos", "length", "stop", "cancelled", "content_filter", "abort", "error: x", "x"])
+def test_each_finish_reason_is_read_as_by_the_general_codec(reason: str) -> None:
+    plain = _plain(Annotated(LLMEngineOutput([1], finish_reason=FinishReason.STOP)))
+    plain["data"]["finish_reason"] = reason
+    body = to_msgpack([plain])
+    assert _outcome(items_reader(KIND), body) == _outcome(lambda b: from_msgpack(b, list[KIND]), body)
+
+
 @pytest.mark.parametrize("ids", [None, "ab", [object()], [2**70]])
 def test_what_is_no_list_of_token_ids_is_written_or_refused_as_by_the_general_codec(ids: Any) -> None:
-    item = Annotated(LLMEngineOutput(ids))
-    assert _written(item_to_msgpack, item) == _written(to_msgpack, item)
+    for reason in (None, FinishReason.STOP):
+        item = Annotated(LLMEngineOutput(ids, finish_reason=reason))
+        assert _written(item_to_msgpack, item) == _written(to_msgpack, item)
 
 
 def _written(write: Callable[[Any], bytes], item: Any) -> Any:
