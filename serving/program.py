@@ -24,7 +24,18 @@ from .deployment import (
 )
 from .frontend import SHARED_HAND_OVER_S, Frontend, Host, ShowLoading, also_at, announce, settle
 from .listeners import inherited_sockets, listen
-from .server import GRACE, HAND_OVER, HttpServer, Interrupts, listening_after, run, running, serve, until_signalled
+from .server import (
+    GRACE,
+    HAND_OVER,
+    HttpServer,
+    Interrupts,
+    listening_after,
+    run,
+    running,
+    serve,
+    until_signalled,
+    watched,
+)
 from .settings import RuntimeOptions, ServerOptions
 from .status import FRONTENDS_AT, serving_status
 from .terminal import echo
@@ -100,12 +111,8 @@ def _run(
     with ExitStack() as opening:
         host = open_host(opening, watch)
         opened = opening.pop_all()
-    watch.start()
-    try:
-        with opened, engine_args_named(config.engine_args):
-            run(lambda: main(host))
-    finally:
-        watch.over()  # a thread that an engine left behind may still hold up the end
+    with watched(watch), opened, engine_args_named(config.engine_args):
+        run(lambda: main(host), watch)
 
 
 async def serve_graph(front: Frontend) -> None:

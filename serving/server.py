@@ -263,8 +263,10 @@ class Interrupts:
         self.first = cancel
         self.second: Callable[[], object] = lambda: None
 
-    async def obey(self, signals: AsyncIterator[int]) -> None:
-        await anext(signals)
+    async def obey(self, signals: AsyncIterator[int], has_begun: bool = False) -> None:
+        """Have the effects. `has_begun`: whether the first signal has come already."""
+        if not has_begun:
+            await anext(signals)
         self.first()
         await anext(signals)
         self.second()
@@ -292,13 +294,25 @@ async def running(*beside: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIter
 async def until_signalled(host: Callable[[Interrupts], Awaitable[None]], watch: ProcessWatch) -> None:
     """Run `host`, which sets the effects of signals; `watch` handles a second signal that the loop cannot handle.
 
-    Return when `host` has returned, or was cancelled by a signal. Raise its error.
+    A signal that the watch has had before is the first one. Return when `host` has returned, or was cancelled by a
+    signal. Raise its error.
     """
-    with termination_signals() as signals, watch.listening():
+    with termination_signals() as signals, watch.listening() as has_begun:
         async with running() as tasks:
             interrupts = Interrupts(tasks.cancel_scope.cancel)
-            tasks.start_soon(interrupts.obey, signals)
+            tasks.start_soon(interrupts.obey, signals, has_begun)
             await host(interrupts)
+
+
+@contextmanager
+def watched(watch: ProcessWatch) -> Iterator[None]:
+    """Have the watch over the block, which is a whole program, and have it receive signals from the start."""
+    watch.start()
+    watch.keep_listening()
+    try:
+        yield
+    finally:
+        watch.over()  # a thread that an engine left behind may still hold up the end
 
 
 @contextmanager
@@ -342,7 +356,16 @@ async def serve(
         await server.run()
 
 
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    """Run the async function on uvloop if it is installed, else on asyncio. An interrupt during the start ends it."""
+def run(main: Callable[[], Awaitable[None]], watch: ProcessWatch | None = None) -> None:
+    """Run the async function on uvloop if it is installed, else on asyncio. An interrupt during the start ends it.
+
+    With a `watch` that is for the function to see: the watch receives signals until something else does.
+    """
+
+    async def listening() -> None:
+        if watch is not None:
+            watch.keep_listening()  # uvloop has just installed itself in its place
+        await main()
+
     with suppress(KeyboardInterrupt):
-        anyio.run(main, backend_options={"use_uvloop": find_spec("uvloop") is not None})
+        anyio.run(listening, backend_options={"use_uvloop": find_spec("uvloop") is not None})

@@ -28,7 +28,7 @@ from .frontend import SHARED_HAND_OVER_S, admin_listener
 from .http import HttpOptions, group_app
 from .listeners import inherited_sockets, listen, url_of
 from .processes import LaunchedProcesses, LogLines, ProcessGroup, Program, Scrape, notify_ready, scraped_text
-from .server import GRACE, HAND_OVER, HttpServer, Interrupts, listening_after, run, running, until_signalled
+from .server import GRACE, HAND_OVER, HttpServer, Interrupts, listening_after, run, running, until_signalled, watched
 from .settings import RUNTIME_TOKEN, ServerOptions
 from .socket import PORT_SHARES, PortShares
 from .terminal import echo
@@ -122,11 +122,8 @@ def run_up(plan: Plan, options: ServerOptions, environment: Mapping[str, str]) -
         programs = [*broker, *programs_of(plan, url, environment, sockets)]
         by_stage = {each.stage: each.end_s for each in programs}
         watch = ProcessWatch(sum(by_stage.values()) + _CLOSE_S, second_s=_CUT_S)
-        watch.start()
-        try:
-            run(lambda: _supervise(programs, url, options, environment, folder, sockets, admin, watch))
-        finally:
-            watch.over()
+        with watched(watch):
+            run(lambda: _supervise(programs, url, options, environment, folder, sockets, admin, watch), watch)
 
 
 def _runtime(plan: Plan, folder: Path, environment: Mapping[str, str]) -> tuple[list[Program], str]:

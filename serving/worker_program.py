@@ -193,7 +193,8 @@ async def _made(host: Host, report_loading: ReportProgress) -> Made | None:
         (engine,) = await host.config.make_engines(1, deployment)
         made.append((model, engine))
 
-    await until_signalled(make, host.watch)  # later the worker handles signals itself
+    with listening_after(host.watch):
+        await until_signalled(make, host.watch)  # later the worker handles signals itself
     return None if host.watch.is_ending or not made else made[0]  # a factory may block the loop, and then return
 
 

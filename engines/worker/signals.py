@@ -37,7 +37,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread, main_thread
+from threading import RLock, Thread, main_thread
 from threading import enumerate as enumerate_threads
 from typing import Any, Self
 
@@ -77,8 +77,10 @@ class ProcessWatch:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._thread = Thread(target=self._run, name="ProcessWatch", daemon=True)
-        self._lock = Lock()
+        self._lock = RLock()
         self._forward_to = -1
+        self._replaced = -1
+        """The wakeup file descriptor that this one has replaced."""
         self._counted: SimpleQueue[int] = SimpleQueue()
         self._signals = 0
         self._due: tuple[float, int, str] | None = None
@@ -111,14 +113,17 @@ class ProcessWatch:
         self.stop()
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Receive the signals while the block runs: in the main thread, inside of other installers of handlers."""
-        wakeup = self._install()
+    def listening(self) -> Iterator[bool]:
+        """Receive the signals while the block runs: in the main thread, inside of other installers of handlers.
+
+        Give whether the end has begun: the signal for it has come before, and reaches no other handler.
+        """
+        wakeup, has_begun = self._install()
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
         for number, handler in handlers.items():
             self._handle(number, handler)
         try:
-            yield
+            yield has_begun
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -135,7 +140,8 @@ class ProcessWatch:
         self._wake()
 
     def keep_listening(self) -> None:
-        """Receive the signals from now on, in the main thread: called when a loop has just removed its handlers."""
+        """Receive the signals from now on, in the main thread: called where nothing else does, as before a loop has its
+        handlers, and when it has just removed them."""
         self._install()
         with self._lock:
             self._forward_to = -1  # the loop that has it may close it
@@ -158,12 +164,16 @@ class ProcessWatch:
 
     # -- in the main thread
 
-    def _install(self) -> int:
-        """Install itself as the wakeup file descriptor, and return the one before."""
-        wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        with self._lock:
+    def _install(self) -> tuple[int, bool]:
+        """Install itself as the wakeup file descriptor. Return the one before, and whether the end had begun then."""
+        own = self._writer.fileno()
+        wakeup = signal.set_wakeup_fd(own, warn_on_full_buffer=False)
+        if wakeup == own:  # of `keep_listening`; uvloop installs its own when it begins to run, and not again
+            wakeup = self._replaced
+        self._replaced = wakeup
+        with self._lock:  # a signal is either counted before, or forwarded
             self._forward_to = wakeup
-        return wakeup
+            return wakeup, self.is_ending
 
     def _handle(self, number: int, before: Any) -> None:
         def handler(number: int, frame: Any) -> None:
@@ -202,11 +212,13 @@ class ProcessWatch:
                 return
 
     def _take(self, number: int) -> None:
+        with self._lock:
+            if number in SIGNALS:
+                self._count(number)
+            if number:
+                self._forward(number)
         if number in SIGNALS:
-            self._count(number)
             self._counted.put(number)
-        if number:
-            self._forward(number)
 
     def _count(self, number: int) -> None:
         self._signals += 1
@@ -277,9 +289,9 @@ async def run_until_signalled(
     failure: Exception | None = None
     with _installed(signals) as numbers, ExitStack() as listening:
         if watch is not None:
-            listening.enter_context(watch.listening())
+            has_begun = listening.enter_context(watch.listening())
             listening.callback(shutdown.on_stop(watch.begin_end))  # which returns what takes the callback back
-            if watch.is_ending:
+            if has_begun:
                 shutdown.stop()
         async with anyio.create_task_group() as tasks:
 

@@ -15,9 +15,11 @@ from engines import EchoEngine
 from engines.worker import ProcessWatch
 from engines.worker.signals import SIGNALS
 from pipeline.network import Runtime
+from serving import worker_program
 from serving.cli import commands
 from serving.deployment import GraphConfig
 from serving.frontend import Host
+from serving.server import Interrupts, until_signalled
 from serving.settings import ServerOptions
 from serving.worker_program import host_announced_worker
 
@@ -92,6 +94,47 @@ def test_a_signal_while_a_factory_blocks_the_loop_ends_the_program(
     BEFORE.append(lambda: os.kill(os.getpid(), number))
     assert run(host_announced_worker, use_uvloop) == []
     assert (Noted.starts, served) == (0, [])
+
+
+@BOTH_LOOPS
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_between_the_factory_and_the_run_ends_the_program_in_order(
+    number: signal.Signals, use_uvloop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop receives none then; by default it would end the process, and this one with it."""
+
+    def signalled(*values: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return worker_of(*values)
+
+    worker_of = worker_program._worker_of
+    monkeypatch.setattr(worker_program, "_worker_of", signalled)
+    assert run(host_announced_worker, use_uvloop) == []
+    assert (Noted.starts, Noted.ends) == (0, 0)
+
+
+@BOTH_LOOPS
+def test_a_signal_before_anything_receives_signals_counts_as_the_first_one(use_uvloop: bool) -> None:
+    """And one that comes later as the second."""
+    seen: list[str] = []
+
+    async def host(interrupts: Interrupts) -> None:
+        interrupts.first, interrupts.second = (lambda: seen.append("first")), (lambda: seen.append("second"))
+        await anyio.wait_all_tasks_blocked()
+        assert seen == ["first"]
+        os.kill(os.getpid(), signal.SIGTERM)
+        with anyio.fail_after(5):
+            while len(seen) < 2:  # noqa: ASYNC110 - it comes through a thread and a socket
+                await anyio.sleep(0.01)
+
+    async def main() -> None:
+        watch.keep_listening()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until_signalled(host, watch)
+
+    with ProcessWatch(60, second_s=60, exit=lambda code: seen.append(str(code))) as watch:
+        anyio.run(main, backend_options={"use_uvloop": use_uvloop})
+    assert seen == ["first", "second"]
 
 
 @BOTH_LOOPS
