@@ -59,8 +59,13 @@ class RouterPool:
         return frozenset(i for i, config in configs.items() if config.kv_event_publishing_enabled is False)
 
     def candidates(self, request: RouteRequest) -> Candidates:
-        """The ranks that may take the request now. Raises what `WorkerPool.candidates` raises."""
+        """The ranks that may take the request now. Raises what `WorkerPool.candidates` raises.
+
+        If no worker can be reached, those that are there are tried again.
+        """
         pool = self.current()
+        if not self._view.routable:
+            self._workers.retry_unreachable()
         return pool.candidates(request.rules(pool))
 
     async def ready(self, workers: int) -> None:

@@ -176,12 +176,13 @@ class InstanceHealth:
         return None if self.view.free else self.no_free_instance()
 
     def no_free_instance(self) -> Refused:
-        """Return the error for a request that no instance can take."""
+        """Return the error for a request that no instance can take. What cannot be reached is tried again then."""
         name, view = self._workers.name, self.view
         if not view.ids:
             return Unavailable(f"no instances found for endpoint {name}: {_ABSENCES[self._workers.absence()]}")
         routable = view.routable if view.skips_cooling_down else view.ids
         if not routable:
+            self._workers.retry_unreachable()
             unreachable = sum(i in view.reach.unreachable for i in view.ids)
             message = f"no instances found for endpoint {name} that may be asked: {_out(len(view.ids), unreachable)}"
             ends_s = [view.cooling_down[i] for i in view.cooling_down if i not in view.reach.unreachable]

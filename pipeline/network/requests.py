@@ -67,6 +67,12 @@ class KeptConnection(ABC):
     def losses(self) -> int:
         """How often it was lost after it had been there. A request that was sent before the last loss may end by it."""
 
+    def retry(self) -> None:  # noqa: B027  (some have nothing to try)
+        """Have the next attempt without the pause before it, as far as one was not made a moment ago.
+
+        Does nothing while there is a connection or an attempt, and where none can be made.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Open it no more; one that is there stays. Does nothing the second time."""

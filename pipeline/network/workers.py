@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
+from math import inf
 from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeVar
 
@@ -27,6 +28,8 @@ In_contra = TypeVar("In_contra", contravariant=True)
 Out_co = TypeVar("Out_co", covariant=True)
 
 Ids = tuple[int, ...]
+_RETRY_EVERY_S = 0.5
+"""A thousand requests a second must not look at a thousand instances each."""
 Absence = Literal["none_yet", "all_left", "closed"]
 """Why a pool has no instance: none has appeared so far, all have gone, or the pool is closed."""
 
@@ -163,6 +166,12 @@ class Workers(Generic[In_contra, Out_co]):
         changes.
         """
 
+    def retry_unreachable(self) -> None:
+        """Try again, without the pauses between attempts, to connect to what cannot be reached.
+
+        Called for a request that no other instance can take. Only one call in half a second has an effect.
+        """
+
     def engine(self, instance_id: int) -> AsyncEngine[In_contra, Out_co]:
         """Return the instance as an engine."""
         found = self._engines.get(instance_id)
@@ -223,6 +232,7 @@ class EndpointWorkers(Workers[In, Out]):
         self._instances: dict[int, Instance] = {}
         self._kept: dict[int, KeptConnection] = {}
         self._is_kept = False
+        self._retried_s = -inf
         self._reaches: Fanout[None] = Fanout()
         followed = watch.subscribe(self._follow, on_completed=self._end)
         self._users = RefCountDisposable(CompositeDisposable(followed, Disposable(self._end)))
@@ -244,6 +254,13 @@ class EndpointWorkers(Workers[In, Out]):
             self._is_kept = True
             for instance in self._instances.values():
                 self._keep_one(instance)
+
+    def retry_unreachable(self) -> None:
+        if (now_s := anyio.current_time()) - self._retried_s < _RETRY_EVERY_S:
+            return
+        self._retried_s = now_s
+        for instance_id in self._reach.unreachable & self._kept.keys():
+            self._kept[instance_id].retry()
 
     def _keep_one(self, instance: Instance) -> None:
         """Have a connection to the process of the instance, and no longer to that which it had before."""

@@ -310,6 +310,32 @@ async def test_where_no_process_can_be_reached_requests_fail_at_once_with_their_
             assert worker.engine.requests == 1
 
 
+@ROUTERS
+async def test_a_request_that_finds_no_process_has_the_only_one_tried_at_once(router: str) -> None:
+    """After a long outage the next attempt would be up to 5 s away, and so would be the next answer."""
+    async with cluster() as processes:
+        worker = await processes.worker()
+        async with processes.front_end(router) as front_end:
+            await front_end.workers.wait_for_instances(1)
+            assert await front_end.ask() is None
+            worker.refuse()
+            worker.reset()
+            await anyio.sleep(58)
+            worker.accept()
+            refused = await front_end.ask()
+            assert isinstance(refused, Unavailable)
+            await anyio.sleep(0.01)
+            assert await front_end.ask() is None
+            worker.refuse()
+            worker.reset()
+            await anyio.sleep(58)
+            before = processes.world.network.dialled
+            for _ in range(20):
+                assert all(isinstance(error, Unavailable) for error in await front_end.ask_many(10))
+                await anyio.sleep(0.1)
+            assert processes.world.network.dialled - before <= 5
+
+
 async def test_the_refusal_of_a_pool_that_cannot_be_reached_names_the_reason() -> None:
     async with cluster() as processes:
         await processes.announce_dead(3)

@@ -4,7 +4,8 @@
     keep ──► Kept ──► Ahead, in turn ─┘                                   made ahead of calls, again after a loss
 
 A process that refuses is tried again after 0.05 s, then ever later, up to 5 s; at once after the loss of a connection
-that had lasted. One whose connections end as soon as they are made has the same pauses.
+that had lasted. One whose connections end as soon as they are made has the same pauses. They are 0.5 s at most where it
+is announced anew, or a request has no other worker.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _log = logging.getLogger(__name__)
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.05, 5.0
 """Seconds from a failed attempt to the next one that no call makes; doubled at each."""
 _REFUSES_S = 0.5
-"""For so long at most calls fail after a failed attempt without another."""
+"""For so long at most calls fail after a failed attempt without another, and nothing else makes one sooner."""
 _PATIENCE_S = 0.5
 """Seconds for a process to answer before others are preferred to it. The attempt goes on."""
 _LASTED_S = 5.0
@@ -118,6 +119,9 @@ class Kept(KeptConnection):
     def losses(self) -> int:
         return self._peer.losses
 
+    def retry(self) -> None:
+        self._peer.retry()
+
     def close(self) -> None:
         self._peer.release(self)
 
@@ -192,7 +196,7 @@ class Peer:
         self._failure: Exception | None = None
         self._is_unreachable = False
         self._backoff_s = 0.0
-        self._again_s = 0.0
+        self._again_s = self._retry_s = 0.0
         self._kept: dict[Kept, None] = {}
         self._next: DisposableBase = Disposable()
         self._patience: DisposableBase = Disposable()
@@ -252,13 +256,17 @@ class Peer:
     # -- ahead of calls
 
     def keep(self, kept: Kept) -> None:
-        """Have a connection until `release`."""
+        """Have a connection until `release`. One more to keep it is news of the process: it is tried again soon."""
         self._kept[kept] = None
-        if len(self._kept) == 1 and self._current is None:
-            if self._attempt is None:
-                self._plan(self._again_s - self._clock())
-            else:
-                self._wait_patiently()
+        if self._attempt is None:
+            self.retry()
+        elif len(self._kept) == 1 and self._current is None:
+            self._wait_patiently()
+
+    def retry(self) -> None:
+        """Have the next attempt now, or half a second after the last one at most."""
+        if self.wants_attempt:
+            self._plan(self._retry_s - self._clock())
 
     def release(self, kept: Kept) -> None:
         """Make no more attempts once nothing else wants a connection, and end one that no call waits for."""
@@ -369,7 +377,7 @@ class Peer:
             return
         self._failure = attempt.error
         self._lengthen_backoff()
-        self._again_s = self._clock() + min(self._backoff_s, _REFUSES_S)
+        self._again_s = self._retry_s = self._clock() + min(self._backoff_s, _REFUSES_S)
         self._changed(is_unreachable=True, why=attempt.error)
         self._plan(self._backoff_s)
 
@@ -387,5 +395,6 @@ class Peer:
             self._plan(0.0)
         else:
             self._lengthen_backoff()
+            self._retry_s = self._clock() + min(self._backoff_s, _REFUSES_S)
             self._plan(self._backoff_s)
         self._changed(is_unreachable=False)

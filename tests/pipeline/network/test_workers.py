@@ -304,7 +304,7 @@ class _Kept(KeptConnection):
     def __init__(self, plane: Connecting, instance: Instance, on_change: Callable[[], object]) -> None:
         self.plane, self.instance, self.on_change = plane, instance, on_change
         self.now: Connectivity = "connecting"
-        self.lost = 0
+        self.lost = self.retried = 0
 
     @property
     def state(self) -> Connectivity:
@@ -313,6 +313,9 @@ class _Kept(KeptConnection):
     @property
     def losses(self) -> int:
         return self.lost
+
+    def retry(self) -> None:
+        self.retried += 1
 
     def close(self) -> None:
         self.plane.kept.remove(self)
@@ -360,6 +363,22 @@ async def test_changes_of_connections_are_seen_and_change_no_members() -> None:
     assert seen == [Reach(two), Reach(two, two), Reach(both, two)]
     assert [workers.losses(i) for i in (1, 2, 3)] == [1, 0, 0]
     assert changes == [(1, 2)]
+
+
+async def test_what_cannot_be_reached_is_tried_again_twice_a_second_however_many_requests_come() -> None:
+    plane, watch, workers = connecting(1, 2, 3)
+    workers.retry_unreachable()
+    workers.keep_connected(lambda: None)
+    plane.become(1, "connected")
+    plane.become(2, "unreachable")
+    await anyio.sleep(1)
+    for _ in range(100):
+        workers.retry_unreachable()
+        await anyio.sleep(0.0125)
+    assert [each.retried for each in plane.kept] == [0, 3, 0]
+    watch.on_next(Removed(one(2)))
+    await anyio.sleep(1)
+    workers.retry_unreachable()
 
 
 async def test_an_instance_that_is_published_again_is_connected_to_where_it_is_now() -> None:

@@ -93,6 +93,48 @@ async def test_a_process_that_refuses_is_tried_again_ever_later() -> None:
         assert watched.now == "connected"
 
 
+async def test_a_process_is_tried_at_once_when_there_is_reason_to() -> None:
+    """The next attempt would be made seconds later. However often it is asked for, there are two in a second."""
+    async with pair() as world:
+        listener, watched = refuse(world), Watched(world)
+        await anyio.sleep(8)
+        before = world.network.dialled
+        for _ in range(100):
+            watched.kept.retry()
+            await anyio.sleep(0.01)
+        assert world.network.dialled - before == 2
+        accept(world, listener)
+        await anyio.sleep(0.5)
+        watched.kept.retry()
+        await settled()
+        assert watched.now == "connected"
+        watched.kept.retry()
+        await settled()
+        assert len(world.network.links) == 2
+
+
+async def test_a_process_that_is_announced_anew_is_tried_at_once() -> None:
+    async with pair() as world:
+        listener, watched = refuse(world), Watched(world)
+        await anyio.sleep(8)
+        accept(world, listener)
+        Watched(world)  # its next life, say, while the one before is announced still
+        await settled()
+        assert watched.now == "connected"
+
+
+async def test_a_process_whose_connections_end_at_once_is_not_tried_faster_for_that() -> None:
+    async with pair() as world:
+        watched = Watched(world)
+        await settled()
+        before = world.network.dialled
+        for _ in range(1000):
+            world.network.cut()
+            watched.kept.retry()
+            await anyio.sleep(0.01)
+        assert world.network.dialled - before < 10 / 0.5 + 5
+
+
 async def test_a_worker_that_accepts_late_is_not_lost_for_long() -> None:
     async with pair() as world:
         listener, watched = refuse(world), Watched(world)
