@@ -1,8 +1,8 @@
 """The two processes of the flood: `python -m tests.processes.flood worker` and `... client`, joined by one connection.
 
 The worker has two engines: one that yields items as fast as they are taken, and one that yields an item per tick. The
-client reads the first slowly and many streams of the second beside it. It prints a line when the flood begins, and a
-report as JSON.
+client reads the first slowly, in turns with pauses, and many streams of the second beside it. It prints a line when the
+flood begins, and a report as JSON.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ READ_AT_ONCE, PAUSE_S = 400, 0.01
 """The slow reader pauses after so many items."""
 CALM_S = 5.0
 """Time of the paced streams before the flood."""
+FLOODED_TURN_S, SETTLE_S, CALM_TURN_S = 4.0, 0.5, 1.5
+"""The flood is read for so long; then it stands, and after what settles the paced streams are calm for so long. In
+turns, so that what disturbs the machine disturbs both."""
 
 
 @frozen
@@ -41,9 +44,9 @@ class Report:
     """Of the flood, in order, each once."""
     flood_s: float
     calm_p99_ms: float
-    """99th percentile of the time between items of a paced stream, before the flood."""
+    """99th percentile of the time between items of a paced stream, before the flood and while it stands."""
     flooded_p99_ms: float
-    """The same during the flood."""
+    """The same while the flood is read."""
     calm_gaps: int
     flooded_gaps: int
 
@@ -103,8 +106,21 @@ class Gaps:
     """The times between the items of all paced streams, calm ones and those during the flood."""
 
     def __init__(self) -> None:
-        self.is_flooded = False
+        self.is_flooded: bool | None = False
+        """None: neither, it changes."""
+        self.may_read = anyio.Event()
+        """Whether the flood is read now."""
         self.seen: dict[bool, list[float]] = {False: [], True: []}
+
+    async def take_turns(self) -> None:
+        while True:
+            self.is_flooded = True
+            self.may_read.set()
+            await anyio.sleep(FLOODED_TURN_S)
+            self.may_read, self.is_flooded = anyio.Event(), None
+            await anyio.sleep(SETTLE_S)
+            self.is_flooded = False
+            await anyio.sleep(CALM_TURN_S)
 
     async def follow(self, stream: ResponseStream[int]) -> None:
         last_s, expected = anyio.current_time(), 0
@@ -113,7 +129,8 @@ class Gaps:
                 assert item == expected, f"{item} in the place of {expected}"
                 expected += 1
                 now_s = anyio.current_time()
-                self.seen[self.is_flooded].append(now_s - last_s)
+                if self.is_flooded is not None:
+                    self.seen[self.is_flooded].append(now_s - last_s)
                 last_s = now_s
 
     def p99_ms(self, is_flooded: bool) -> float:
@@ -134,19 +151,22 @@ async def client(transport: dict[str, str], items: int) -> Report:
         gaps.seen[False].clear()
         await anyio.sleep(CALM_S)
         print_line("the flood begins")
-        gaps.is_flooded, begun_s, count = True, anyio.current_time(), 0
+        begun_s, count = anyio.current_time(), 0
+        tasks.start_soon(gaps.take_turns)
         async with await flood.generate(Context(items)) as stream:
             async for item in stream:
                 assert item == count, f"{item} in the place of {count}"
                 count += 1
                 if count % READ_AT_ONCE == 0:
                     await anyio.sleep(PAUSE_S)
+                    await gaps.may_read.wait()
         flood_s = anyio.current_time() - begun_s
         for each in control:
             each.stop()
         calm, flooded = gaps.seen[False], gaps.seen[True]
         report = Report(count, flood_s, gaps.p99_ms(False), gaps.p99_ms(True), len(calm), len(flooded))
         await plane.close()  # which ends what is left of them
+        tasks.cancel_scope.cancel()
         return report
     raise AssertionError("a task group let a failure pass")
 
