@@ -64,6 +64,7 @@ async def test_no_answer_is_wrong_or_lost_while_workers_of_both_halves_are_kille
                 await anyio.sleep(random.uniform(0.5, 2.0))
                 victim.start()
                 await victim.ready()
+                await every.all_known()  # or the next one that is killed is the only one known of its half
             load.is_over = True
         assert load.not_exact() == []
         assert load.counts()["exact"] > 50
@@ -83,6 +84,7 @@ async def test_workers_that_end_in_order_one_after_the_other_lose_nothing(tmp_pa
                 assert await each.stop() == 0
                 each.start()
                 await each.ready()
+                await every.all_known()
             load.is_over = True
         assert load.not_exact() == []
         assert "moves on" not in front.log.read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,10 @@ TOKEN = "a-secret-of-the-tests"
 MODEL = "mock"
 START_TIMEOUT_S = 60.0
 """Seconds for a program to start while all others do, on a machine with two cores."""
+
+
+_MODEL_WORKERS = re.compile(r"^dynamo_frontend_model_workers\{[^}]*\} (\S+)$", re.MULTILINE)
+"""Of a front end: workers whose cards it uses, for each model and role."""
 
 
 @frozen
@@ -92,17 +97,21 @@ class Program:
 
     async def state(self) -> dict[str, object]:
         """Return what `/health` has, whether or not the process is ready."""
+        loaded: dict[str, object] = json.loads(await self.page("/health"))
+        return loaded
+
+    async def page(self, path: str) -> str:
+        """Return a page of the server that `/health` is of, whatever its status."""
 
         def read() -> bytes:
             try:
-                with urllib.request.urlopen(self.health_url, timeout=30) as response:
+                with urllib.request.urlopen(self.health_url.removesuffix("/health") + path, timeout=30) as response:
                     return bytes(response.read())
             except urllib.error.HTTPError as answer:
                 with answer:
                     return answer.read()
 
-        loaded: dict[str, object] = json.loads(await anyio.to_thread.run_sync(read))
-        return loaded
+        return (await anyio.to_thread.run_sync(read)).decode()
 
     @property
     def is_running(self) -> bool:
@@ -209,12 +218,18 @@ class Deployment:
         self.in_rotation = list(self.front_ends)
 
     async def all_known(self) -> None:
-        """Wait until each front end knows every worker that runs."""
+        """Wait until each front end may send requests to every worker that runs."""
         living = await self.living()
         for each in self.front_ends:
             with anyio.fail_after(START_TIMEOUT_S):
-                while not living <= await self.known_to(each):  # noqa: ASYNC110
+                while not await self._knows(each, living):  # noqa: ASYNC110
                     await anyio.sleep(0.05)
+
+    async def _knows(self, front_end: Program, living: set[int]) -> bool:
+        """Return whether a front end knows these workers, and the cards of all that it knows: those come later."""
+        known = await self.known_to(front_end)
+        cards = sum(float(each) for each in _MODEL_WORKERS.findall(await front_end.page("/metrics")))
+        return living <= known and cards >= len(known)
 
     def end(self) -> None:
         """Kill what runs."""
