@@ -17,7 +17,14 @@ from attrs import evolve, frozen
 from pipeline import Annotated, AnyContext, AsyncEngine, Context, ContractViolation, Operator, ResponseStream, to_error
 from pipeline.errors import CodecError
 from pipeline.foreign import foreign_errors, raise_if_ours
-from pipeline.protocols import BackendOutput, FinishReason, LLMEngineOutput, PreprocessedRequest, TopLogprob
+from pipeline.protocols import (
+    BackendOutput,
+    CompletionUsage,
+    FinishReason,
+    LLMEngineOutput,
+    PreprocessedRequest,
+    TopLogprob,
+)
 
 from .decoding import StopMatcher, TextDecoder
 from .model import Model
@@ -291,12 +298,9 @@ class Decoding:
         stop_reason: int | str | None,
     ) -> BackendOutput:
         """The engine's chunk around our text, cut behind the token that ended the choice."""
+        if len(tokens) < len(output.token_ids):
+            output = _first_tokens(output, len(tokens))
         token_ids, log_probs, top_logprobs = output.token_ids, output.log_probs, output.top_logprobs
-        taken = len(tokens)
-        if taken < len(token_ids):
-            token_ids = token_ids[:taken]
-            log_probs = log_probs and log_probs[:taken]
-            top_logprobs = top_logprobs and top_logprobs[:taken]
         if top_logprobs is not None:
             top_logprobs = [[self._with_text(candidate) for candidate in position] for position in top_logprobs]
         # By position: this is made once per token.
@@ -328,3 +332,22 @@ class Decoding:
             return candidate
         text = candidate.token if candidate.token is not None else data.decode(errors="replace")
         return evolve(candidate, token=text, bytes=list(data) if candidate.bytes is None else candidate.bytes)
+
+
+def _first_tokens(output: LLMEngineOutput, count: int) -> LLMEngineOutput:
+    """Return a chunk as if the engine had ended it behind so many of its tokens."""
+    log_probs, usage, sum_of_all = output.log_probs, output.completion_usage, output.cum_log_probs
+    cut = len(output.token_ids) - count
+    if usage is not None:
+        counts = CompletionUsage.of(usage.prompt_tokens, max(0, usage.completion_tokens - cut))
+        usage = evolve(usage, completion_tokens=counts.completion_tokens, total_tokens=counts.total_tokens)
+    if sum_of_all is not None:
+        sum_of_all = sum_of_all - sum(log_probs[count:]) if log_probs else None
+    return evolve(
+        output,
+        token_ids=output.token_ids[:count],
+        log_probs=log_probs and log_probs[:count],
+        top_logprobs=output.top_logprobs and output.top_logprobs[:count],
+        cum_log_probs=sum_of_all,
+        completion_usage=usage,
+    )

@@ -31,7 +31,7 @@ from pipeline.protocols.openai import (
 )
 from pipeline.wire import to_json, to_plain
 
-from .form import PLACE, AnswerForm, LogprobForm, UsageCount, around, encode, event
+from .form import PLACE, AnswerForm, LogprobForm, UsageCount, around, encode, event, text_length
 
 # -- chunks
 
@@ -142,7 +142,7 @@ class CompletionChunks(Chunks):
         if self.form.logprobs is not None:
             offset = self._offsets.get(index, 0)
             logprobs = self.form.logprobs.completion(output, offset)
-            self._offsets[index] = offset + len(text)
+            self._offsets[index] = offset + text_length(output)
         return CompletionChoice(text, index, logprobs, None if reason is None else reason.openai_completion)
 
 
@@ -183,7 +183,6 @@ class _Choice(ABC):
         self._index = index
         self._text = bytearray()
         """Its text as JSON, without the quotes."""
-        self._length = 0
         self._finish_reason: FinishReason | None = None
 
     def add(self, output: BackendOutput, logprobs: LogprobForm | None) -> None:
@@ -194,7 +193,6 @@ class _Choice(ABC):
             self._add_logprobs(output, logprobs)
         if output.text:
             self._text += to_json(output.text)[1:-1]
-            self._length += len(output.text)
 
     @property
     def _reason(self) -> Literal["stop", "length", "content_filter"] | None:
@@ -232,6 +230,7 @@ class _CompletionChoice(_Choice):
     def __init__(self, index: int) -> None:
         super().__init__(index)
         self._has_logprobs = False
+        self._offset = 0
         self._logprobs = {name: _JsonList() for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
 
     def json_parts(self) -> list[Part]:
@@ -243,7 +242,9 @@ class _CompletionChoice(_Choice):
         return _filled(to_json(frame), places)
 
     def _add_logprobs(self, output: BackendOutput, form: LogprobForm) -> None:
-        if (found := form.completion(output, self._length)) is not None:
+        found = form.completion(output, self._offset)
+        self._offset += text_length(output)
+        if found is not None:
             self._has_logprobs = True
             for name, known in self._logprobs.items():
                 known.add(getattr(found, name))

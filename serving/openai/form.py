@@ -56,6 +56,12 @@ def _positions(output: BackendOutput) -> Iterator[_Position]:
     return (_Position(text or "", token_id, logprob, top) for text, token_id, logprob, top in known)
 
 
+def text_length(output: BackendOutput) -> int:
+    """Return the characters of an item's tokens, shown with it or held back for a stop string; of its text without."""
+    known = [text for text in output.tokens if text is not None]
+    return sum(map(len, known)) if known or output.token_ids else len(output.text or "")
+
+
 @define
 class LogprobForm:
     """The log probabilities that a client wants."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from operators import ByteTokenizer, Detokenize, Model
 from pipeline import Annotated, Context, Disconnected, Segment, Unknown, link
@@ -16,6 +17,7 @@ from pipeline.protocols import (
     LLMEngineOutput,
     OutputOptions,
     PreprocessedRequest,
+    PromptTokensDetails,
     SamplingOptions,
     StopConditions,
     TopLogprob,
@@ -143,7 +145,26 @@ async def test_our_stop_beats_the_finish_reason_of_the_same_item() -> None:
     script = [chunk("a.b", finish_reason=FinishReason.LENGTH, stop_reason=5, completion_usage=usage)]
     items, _ = await decode(script, tokens_request(stop_token_ids=[ord(".")]))
     (output,) = outputs(items)
-    assert (output.finish_reason, output.stop_reason, output.completion_usage) == (FinishReason.STOP, ord("."), usage)
+    assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, ord("."))
+    assert output.completion_usage == CompletionUsage.of(0, 2)  # of the tokens that are delivered
+
+
+async def test_what_counts_tokens_is_cut_with_them() -> None:
+    candidates = [[TopLogprob(1, token, -0.5)] for token in b"abc"]
+    usage = evolve(CompletionUsage.of(4, 9), prompt_tokens_details=PromptTokensDetails(3))
+    item = chunk(
+        "abc", log_probs=[-0.5, -0.25, -2.0], top_logprobs=candidates, cum_log_probs=-4.0, completion_usage=usage
+    )
+    items, _ = await decode([item], tokens_request(stop=["b"]))
+    (output,) = outputs(items)
+    assert (output.text, output.token_ids, output.log_probs) == ("a", list(b"ab"), [-0.5, -0.25])
+    assert (len(output.top_logprobs or ()), output.cum_log_probs) == (2, -2.0)
+    assert output.completion_usage == evolve(CompletionUsage.of(4, 8), prompt_tokens_details=PromptTokensDetails(3))
+
+
+async def test_a_sum_that_cannot_be_cut_is_left_out() -> None:
+    items, _ = await decode([chunk("abc", cum_log_probs=-4.0)], tokens_request(stop=["b"]))
+    assert [output.cum_log_probs for output in outputs(items)] == [None]
 
 
 async def test_the_engines_finish_reason_survives_and_brings_what_was_held() -> None:
