@@ -63,7 +63,9 @@ class ReadyTokens(Generic[C, T]):
         self._growing: dict[C, Bundle[C, T]] = {}
 
     def put(self, choice: C, tokens: list[T], end: Any = None, times_s: array[float] | None = None) -> None:
-        """Add tokens, in a list that is not used elsewhere; `end` is the last of the choice."""
+        """Add tokens, in a list that is not used elsewhere, unless the request has failed; `end` ends the choice."""
+        if self.error is not None:
+            return
         bundle = self._growing.get(choice)
         if bundle is not None and times_s is None and len(bundle.tokens) + len(tokens) <= self._max_tokens:
             bundle.tokens += tokens

@@ -80,6 +80,14 @@ async def test_the_first_error_stays_and_wakes_the_reader() -> None:
     assert ready.error is first
 
 
+async def test_nothing_comes_behind_an_error() -> None:
+    ready: ReadyTokens[str, int] = ReadyTokens()
+    ready.put("only", [1])
+    ready.fail(EngineShutdown("failed"))
+    ready.put("only", [2])
+    assert [bundle.tokens for bundle in ready.waiting] == [[1]]
+
+
 def test_candidates_bound_a_bundle() -> None:
     assert bundle_max_tokens() == bundle_max_tokens(1) == BUNDLE_MAX_TOKENS
     assert bundle_max_tokens(21) == BUNDLE_MAX_CANDIDATES // 21
