@@ -11,6 +11,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from pipeline.testing import virtual_time
+from tests.bundling import bundle, bundling
+
+__all__ = ["bundling"]
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,6 +49,10 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    bundle(metafunc)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,6 +4,7 @@ Usable with any test runner; with pytest the fixtures of the plugin `penstock_py
 """
 
 from ..virtual_time import run_in_virtual_time, virtual_time
+from .bundles import Bundles, bundled
 from .check import check_engine, check_operator
 from .engine_rules import ENGINE_RULES
 from .open_streams import OpenStreams, watch_streams
@@ -13,6 +14,7 @@ from .stages import Ending, Fail, Fault, Faults, Malformed, Probe, ScriptedEngin
 __all__ = [
     "ENGINE_RULES",
     "OPERATOR_RULES",
+    "Bundles",
     "Ending",
     "Fail",
     "Fault",
@@ -23,6 +25,7 @@ __all__ = [
     "ScriptedEngine",
     "Stall",
     "Wait",
+    "bundled",
     "check_engine",
     "check_operator",
     "run_in_virtual_time",

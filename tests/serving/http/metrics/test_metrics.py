@@ -152,6 +152,7 @@ async def test_the_gap_before_an_item_is_shared_by_its_tokens(telemetry: Telemet
     seen = samples(telemetry)
     assert seen['inter_token_latency_seconds_count{model="m"}'] == 4
     assert seen['inter_token_latency_seconds_sum{model="m"}'] == pytest.approx(0.2)
+    assert seen['output_tokens_total{model="m"}'] == 5
 
 
 async def test_a_request_without_a_verdict_is_an_internal_error(telemetry: Telemetry) -> None:
