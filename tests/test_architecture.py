@@ -104,11 +104,11 @@ DOORS = {
     },
     "jinja2": {"operators/text/chat_template.py"},
     "msgspec": {
-        "pipeline/wire/answer_ends.py",
         "pipeline/wire/codec.py",
         "pipeline/wire/frames.py",
         "pipeline/wire/decoders.py",
         "pipeline/wire/token_items.py",
+        "pipeline/wire/typed_items.py",
         "serving/openai/form.py",
     },
     "nats": {f"pipeline/network/nats/broker_{name}.py" for name in ("messages", "session", "streams")},

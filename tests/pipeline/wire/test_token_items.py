@@ -118,6 +118,16 @@ def test_the_first_and_the_last_item_take_a_short_way_too(monkeypatch: pytest.Mo
     assert item_to_msgpack(last) == one[1:]
 
 
+@pytest.mark.parametrize("key", [b"token_ids", b"index", b"data"])
+@pytest.mark.parametrize("twice", [b"\xc0", b"\x01", b"\x91\x02", b"\x81\xa1a\x01"])
+def test_a_key_that_comes_twice_or_has_another_value_is_read_as_by_the_general_codec(key: bytes, twice: bytes) -> None:
+    whole = to_msgpack([_plain(Annotated(LLMEngineOutput([1], index=3)))])
+    name = bytes([0xA0 | len(key)]) + key
+    longer = whole.replace(b"\x91\x81", b"\x91\x82", 1) if key == b"data" else whole.replace(b"\x89", b"\x8a", 1)
+    for body in (longer + name + twice, whole.replace(name, name + twice + name, 1), longer + name + twice + name):
+        assert _outcome(items_reader(KIND), body) == _outcome(lambda b: from_msgpack(b, list[KIND]), body)
+
+
 @pytest.mark.parametrize("reason", ["eos", "length", "stop", "cancelled", "content_filter", "abort", "error: x", "x"])
 def test_each_finish_reason_is_read_as_by_the_general_codec(reason: str) -> None:
     plain = _plain(Annotated(LLMEngineOutput([1], finish_reason=FinishReason.STOP)))
