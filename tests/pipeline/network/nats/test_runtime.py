@@ -55,9 +55,12 @@ async def test_processes_find_and_reach_each_other_and_share_events_and_files(tm
         await front_end.objects.get(await worker.objects.put(tmp_path / "tokenizer"), tmp_path / "copy")
         received: list[Any] = []
         worker.events.subscribe(Scope("ns"), "load", int).subscribe(received.append)
-        await anyio.sleep(0.1)
-        front_end.events.publisher(Scope("ns"), "load").publish(7)
-        await eventually(lambda: [event.payload for event in received] == [7])
+        publisher = front_end.events.publisher(Scope("ns"), "load")
+        with anyio.fail_after(10):
+            while not received:  # what is published before the subscription is at the server is lost
+                publisher.publish(7)
+                await anyio.sleep(0.05)
+        assert received[0].payload == 7
         seen: list[Any] = []
         front_end.discovery.watch().subscribe(seen.append)
         await eventually(lambda: len(seen) == 1)
