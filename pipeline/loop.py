@@ -47,7 +47,7 @@ class LoopHandle:
         elif isinstance(loop, asyncio.AbstractEventLoop):
             # Outside of any task: a callback of the loop, or a signal handler while the loop sleeps. A task that the
             # callback makes ready would not wake a sleeping loop.
-            if asyncio.current_task(loop) is None:
+            if asyncio.current_task(loop) is None and not getattr(loop, "is_awake", False):
                 call_soon(loop, _nothing)
             callback()
         elif _is_in_trio_task():

@@ -58,6 +58,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """Times at which nothing happens, in order, and yet the clock stops as for a timer: what a task that has run
         ahead would do then. By the order of the task's timer."""
         self._silent_calls: list[tuple[float, int, int, Callable[[], float | None]]] = []
+        self.is_awake = True
+        """Whether it runs, and does not sleep until a socket is ready."""
         self._threads = 0
         self._blind = 0
         super().__init__()
@@ -134,7 +136,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def _poll(self, timeout: float | None) -> bool:
         """Make ready what sockets and other threads bring; return whether anything is ready."""
         self._blind = 0
-        self._process_events(self._selector.select(timeout))
+        self.is_awake = False
+        try:
+            found = self._selector.select(timeout)
+        finally:
+            self.is_awake = True
+        self._process_events(found)
         return bool(self._ready)
 
     def _take_timers(self) -> None:

@@ -21,7 +21,7 @@ from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedReques
 from pipeline.protocols.openai import AgentHints
 
 from .observe import SampleTracker, WorkerNumber
-from .samples import NANOSECOND_DIGITS, RequestSample, Samples, Status, to_nanosecond
+from .samples import NANOSECOND_DIGITS, RequestSample, Samples, Status, rounded, to_nanosecond
 from .schedule import DueRequest, Schedule
 from .traces import Trace
 
@@ -116,7 +116,7 @@ class LoadDriver:
     def _to_samples_ms(self, times_s: Iterable[float]) -> list[float]:
         """Return times of the loop's clock as `sample_ms` returns now; without a call for each token."""
         began_s = self._began_s
-        return [round((time_s - began_s) * 1000.0, NANOSECOND_DIGITS) for time_s in times_s]
+        return rounded([(time_s - began_s) * 1000.0 for time_s in times_s], NANOSECOND_DIGITS)
 
     async def _until_next(self) -> None:
         """Wait until a request is due, or one has ended, which may make another due."""

@@ -47,6 +47,30 @@ class Status(StrEnum):
     UNFINISHED = "unfinished"
 
 
+_TO_INTEGER = 1.5 * 2**52
+"""Added to a double below 2^51 and subtracted again, it leaves the nearest integer."""
+_EXACT_BELOW = 2.0**46
+"""Below it a product of doubles is wrong by less than a hundredth."""
+
+
+def rounded(values: Sequence[float], digits: int) -> list[float]:
+    """Return `round(value, digits)` of each, to the last bit, in a third of the time.
+
+    The product with a power of ten names the wrong integer only where its fraction is close to a half; these few, and
+    all of a list with a negative or huge one, are left to `round`.
+    """
+    scale = 10.0**digits
+    if not values or min(values) < 0 or not max(values) * scale < _EXACT_BELOW:
+        return [round(value, digits) for value in values]
+    shift = _TO_INTEGER
+    return [
+        whole / scale
+        if -0.49 < (product := value * scale) - (whole := product + shift - shift) < 0.49
+        else round(value, digits)
+        for value in values
+    ]
+
+
 def to_nanosecond(time_ms: float) -> float:
     """Return a time without the rounding error of subtracting clock values: 49.0, not 48.99999999997817."""
     return round(time_ms, NANOSECOND_DIGITS)
@@ -247,7 +271,7 @@ class Samples:
         self.tokens_by_interval.update(count_sorted(times, self.interval_ms))
         if status is Status.COMPLETED:
             # `elapsed_ms` of each two, without a call for each token.
-            self.gaps_ms.extend([round(gap_ms, _PICOSECOND_DIGITS) for gap_ms in map(sub, times[1:], times)])
+            self.gaps_ms.extend(rounded(list(map(sub, times[1:], times)), _PICOSECOND_DIGITS))
 
     def worker_joined(self, worker: int, now_ms: float, role: Role = "decode") -> None:
         """Record that a worker joined, for the first time or again; without effect on one that is there."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
-from pipeline.loop import Timer
+from pipeline.loop import LoopHandle, Timer
 from pipeline.testing import run_in_virtual_time
 
 
@@ -188,3 +189,32 @@ def test_what_a_silent_call_wakes_runs_at_that_time() -> None:
 
     in_virtual_time(main)
     assert seen == [1.0]
+
+
+def test_a_callback_of_its_own_does_not_wake_a_loop_that_is_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sleeps only while it looks for sockets; a signal handler may call then."""
+    seen: list[bool] = []
+
+    async def main() -> None:
+        loop: Any = asyncio.get_running_loop()
+        handle, wakes = LoopHandle(), list[object]()
+        select = loop._selector.select
+
+        def polled(timeout: float | None) -> Any:
+            seen.append(loop.is_awake)
+            return select(timeout)
+
+        monkeypatch.setattr(loop._selector, "select", polled)
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: wakes.append(given))
+        Timer().call_silently(1.0, lambda: handle.run(lambda: seen.append(loop.is_awake)))
+        await asyncio.sleep(2.0)
+        assert not wakes
+        loop.is_awake = False
+        Timer().call_silently(3.0, lambda: handle.run(lambda: None))
+        await asyncio.sleep(2.0)
+        assert len(wakes) == 1
+        monkeypatch.undo()
+
+    in_virtual_time(main)
+    assert seen.count(True) == 1
+    assert False in seen
