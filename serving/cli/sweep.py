@@ -70,6 +70,10 @@ def sweep(
             if result.problem is not None:
                 echo(f"Error: {result.run.name}: {result.problem}", err=True)
 
+        def on_plan(plan: Any) -> None:
+            if plan.cpu_s is not None:
+                echo(plan.text, err=True)
+
         try:
             run_all(
                 runs,
@@ -83,6 +87,7 @@ def sweep(
                 gpus_per_prefill_worker=workers.gpus_per_prefill_worker,
                 jobs=pool.jobs,
                 folder=report.reports,
+                on_plan=on_plan,
                 on_progress=on_progress,
                 on_result=on_result,
             )

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from attrs import define, evolve, field, frozen
 
@@ -29,6 +29,7 @@ from ..runner import run_config
 from ..samples import INTERVAL_MS
 from ..schedule import Schedule
 from ..traces import SyntheticLoad, Trace
+from .estimate import SweepPlan, estimate_cpu_s
 from .grid import SweepRun
 from .processes import run_in_processes
 from .results import Sweep, SweepResult
@@ -63,6 +64,10 @@ class ReportsFolder:
         os.replace(unfinished, self.path / name)
 
 
+_Shared: TypeAlias = "tuple[Trace | None, Callable[..., Coroutine[Any, Any, Report]]]"
+"""What all tasks share: the trace, read once and unpickled once by each process, and the function that replays."""
+
+
 @frozen
 class _Task:
     """A run to replay."""
@@ -88,6 +93,7 @@ def sweep(
     gpus_per_prefill_worker: int | None = None,
     jobs: int | None = None,
     folder: Path | None = None,
+    on_plan: Callable[[SweepPlan], object] | None = None,
     on_progress: Callable[[int, int], object] = lambda ended, of: None,
     on_result: Callable[[SweepResult], object] = lambda result: None,
 ) -> Sweep:
@@ -97,7 +103,8 @@ def sweep(
     `parse_faults`. `environment` is for all graphs, default empty as in `run_config`, and is part of the reports.
     `jobs` runs at most run at a time, default one for each core, in processes of their own; with 1 in this process.
     Processes import the script that calls this: it needs its `if __name__ == "__main__"`. `folder` receives each report
-    as its run ends, and provides the reports that it has already with the same settings. `on_progress` is called with
+    as its run ends, and provides the reports that it has already with the same settings. `on_plan` is called before
+    the first run with what all will take, for which heads of the load are replayed here. `on_progress` is called with
     the number of requests that have ended and that of all, `on_result` with each result as it comes. An interrupt ends
     the processes and is raised.
 
@@ -119,6 +126,8 @@ def sweep(
     collector = _Collector(None if folder is None else ReportsFolder(folder), on_progress, on_result)
     missing = collector.missing = [task for task in tasks if not collector.find(task, per_request)]
     jobs = jobs or cores()
+    if on_plan is not None and missing:
+        on_plan(_plan(missing, shared, jobs))
     if min(jobs, len(missing)) > 1:
         run_in_processes(_replay, shared, missing, jobs, collector.progress, collector.ended)
     else:
@@ -185,8 +194,19 @@ def error_text(error: BaseException) -> str:
     return text if own and text else f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def _plan(tasks: Sequence[_Task], shared: _Shared, jobs: int) -> SweepPlan:
+    trace, replay = shared
+
+    def replay_head(run: SweepRun, head: Trace) -> None:
+        drive = {"speed_up": run.speed_up, "sessions_at_a_time": run.concurrency}
+        run_in_virtual_time(partial(replay, run.config, head, **drive), backend="asyncio")
+
+    cpu_s = estimate_cpu_s([(task.run, _load(task.run, trace)) for task in tasks], replay_head)
+    return SweepPlan(len(tasks), sum(task.requests for task in tasks), min(jobs, len(tasks)), cpu_s)
+
+
 def _replay(
-    shared: tuple[Trace | None, Callable[..., Coroutine[Any, Any, Report]]],
+    shared: _Shared,
     task: _Task,
     on_progress: Callable[[int], object],
 ) -> bytes | str:
