@@ -59,7 +59,8 @@ class Connection(LinkHandler):
         self.reason: TransportError | None = None
         """Why it has ended or is ending."""
         self._out: list[bytes] = []
-        self._out_bytes = 0
+        self.out_bytes = 0
+        """Bytes of the frames that wait to be sent."""
         self._blocked: list[Wakeup] = []
         self._was_heard = self._has_sent = False
         self._silent_s = 0.0
@@ -94,7 +95,7 @@ class Connection(LinkHandler):
         """Send the parts of a frame, as `send` does."""
         if self.reason is None:
             self._out += parts
-            self._out_bytes += sum(map(len, parts))
+            self.out_bytes += sum(map(len, parts))
             self.wants_output()
 
     def wants_output(self) -> None:
@@ -105,7 +106,7 @@ class Connection(LinkHandler):
     @property
     def is_full(self) -> bool:
         """Whether more waits to be sent than should; then wait, with `wake_when_sent`."""
-        return self._out_bytes > HIGH_WATER_BYTES and self.reason is None
+        return self.out_bytes > HIGH_WATER_BYTES and self.reason is None
 
     @property
     def waiting_parts(self) -> int:
@@ -121,7 +122,7 @@ class Connection(LinkHandler):
         self._gather(self._out)
         out = b"".join(self._out)
         self._out.clear()
-        self._out_bytes = 0
+        self.out_bytes = 0
         if self._blocked:
             self._wake_blocked()
         return out

@@ -106,7 +106,7 @@ async def test_callers_wait_for_a_network_that_takes_nothing() -> None:
                 tasks.start_soon(_raises, engine, "a" * 100 * KILO)
             await anyio.sleep(10)
             (near, _) = world.network.links
-            assert near.under_way_bytes + near.handler._out_bytes < 1000 * KILO  # type: ignore[attr-defined]
+            assert near.under_way_bytes + near.handler.out_bytes < 1000 * KILO  # type: ignore[attr-defined]
             world.network.cut()
 
 
