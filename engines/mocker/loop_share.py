@@ -19,7 +19,10 @@ from anyio.lowlevel import checkpoint
 from pipeline.loop import running_loop, virtual_clocks
 
 SHARE_MAX_S = 0.0005
-"""The longest share of one rank, but for the step in which it ends."""
+"""The longest share of one rank, but for the step in which it ends, unless a quarter of the others' turn is longer."""
+
+LONG_SHARE_MAX_S = 0.002
+"""The longest share then, of a rank with hundreds of requests."""
 
 SHARE_MAX_STEPS = 8
 """The most steps of one share. More save little of what an item costs, and keep first tokens waiting."""
@@ -89,7 +92,8 @@ class LoopShare:
         self._steps = 0
         ranks = 1 + loop.turns - turns
         others_s = back_s - left_s - (loop.stepped_s - stepped_s)
-        self._ends_s = back_s + min(others_s / ranks, SHARE_MAX_S)
+        most_s = max(SHARE_MAX_S, min(others_s / 4, LONG_SHARE_MAX_S))
+        self._ends_s = back_s + min(others_s / ranks, most_s)
         if self._most_steps < SHARE_MAX_STEPS and not self._is_virtual:
             self._turns += 1
             self._most_steps = max(1, self._turns - FIRST_TURNS + 1)

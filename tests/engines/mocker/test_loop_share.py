@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from statistics import mean
+from statistics import mean, mode
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from engines.mocker.loop_share import FIRST_TURNS, SHARE_MAX_S, SHARE_MAX_STEPS, LoopShare
+from engines.mocker.loop_share import FIRST_TURNS, LONG_SHARE_MAX_S, SHARE_MAX_S, SHARE_MAX_STEPS, LoopShare
 
 
 class Cpu:
@@ -74,8 +74,14 @@ class TestInRealTime:
         assert mean(found[20:]) == pytest.approx(4, abs=0.5)  # the share ends within the fourth step
 
     async def test_a_share_has_a_longest_time(self) -> None:
-        (found,) = await shares(Cpu(), step_s=SHARE_MAX_S / 2.5, others_s=1.0, turns=20)
-        assert found[-1] == 3
+        (found,) = await shares(Cpu(), step_s=SHARE_MAX_S / 2.5, others_s=SHARE_MAX_S * 2, turns=40)
+        assert max(found) == 3
+
+    async def test_it_is_longer_where_the_others_take_far_longer(self) -> None:
+        (found,) = await shares(Cpu(), step_s=SHARE_MAX_S / 2.5, others_s=SHARE_MAX_S * 7.9, turns=200)
+        assert mode(found[20:]) == 5  # a quarter of their turn
+        (found,) = await shares(Cpu(), step_s=LONG_SHARE_MAX_S / 2.5, others_s=1.0, turns=40)
+        assert max(found) == 3
 
     async def test_others_have_a_turn_after_each_step_that_takes_longer_than_they_did(self) -> None:
         (found,) = await shares(Cpu(), step_s=1e-3, others_s=1e-4, turns=20)
