@@ -26,7 +26,6 @@ KIT = ("pipeline/testing/", "engines/conformance/", "packaging/")
 
 WHOLE_ANSWERS = {
     "graphs/test_any_bundles.py",
-    "graphs/test_random_endings.py",
     "graphs/test_standard_graph.py",
     "operators/migration/test_random.py",
     "operators/text/test_text_pipeline.py",
