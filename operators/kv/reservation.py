@@ -32,6 +32,7 @@ from .load import (
 )
 from .metrics import RequestMeter
 from .numbers import RankNumbers
+from .pace import UNOBSERVED, Pace, PaceMeter
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +60,10 @@ class Reservation(ActiveRequest):
     """Tokens of the answer so far. The reader of the stream adds them, and calls `advance` at `next_step_tokens`."""
     next_step_tokens: int = field(default=1, init=False)
     """At this many output tokens the load changes: at the first, then at each that needs a new block."""
+    queued_tokens: int = field(default=0, init=False)
+    """The prompt tokens that its rank had to compute until its first token, when it was booked."""
+    first_token_s: float | None = field(default=None, init=False)
+    """When the first token came, where that is observed."""
     _decision: Decision | None = field(default=None, init=False)
     _is_released: bool = field(default=False, init=False)
 
@@ -86,7 +91,7 @@ class Reservation(ActiveRequest):
         after = self.output_tokens
         first_block_tokens = -self.prompt_tokens % self.block_size_tokens
         if self.next_step_tokens == 1:
-            self._kept(self.book.finish_prefill)
+            self._kept(self.book.first_token)
             if self.meter is not None:
                 self.meter.first_token()
             self.next_step_tokens = first_block_tokens + 1
@@ -135,12 +140,19 @@ class LoadBook:
     """What is in flight on every rank: the reservations of one router and, with `peers`, of its replicas.
 
     For one loop. `expiry_s` is when a reservation that was not released is given up. `on_room` is called when a prompt
-    was computed or a request ended here. `numbers` are those of the router's index.
+    was computed or a request ended here. `numbers` are those of the router's index. `meter` observes how fast requests
+    are answered.
     """
 
     def __init__(
-        self, *, expiry_s: float = EXPIRY_S, peers: ReplicaSync | None = None, numbers: RankNumbers | None = None
+        self,
+        *,
+        expiry_s: float = EXPIRY_S,
+        peers: ReplicaSync | None = None,
+        numbers: RankNumbers | None = None,
+        meter: PaceMeter | None = None,
     ) -> None:
+        self._meter = meter
         self.sequences = ActiveSequences(expiry_s, RankNumbers() if numbers is None else numbers)
         self.clock = loop_clock()
         self.peers = peers
@@ -163,8 +175,22 @@ class LoadBook:
         """Book the reservation on the chosen rank. Raises what `ActiveSequences.add` raises; nothing is booked then."""
         self.sequences.add(reservation, decision.rank, load, now_s, registered_only=True)
         reservation._decision = decision
+        if self._meter is not None and (slot := reservation.slot) is not None:
+            reservation.queued_tokens = slot.prompts.tokens_at(now_s)
+            self._meter.booked(max(0, reservation.queued_tokens - load.prefill_tokens), load.prefill_tokens)
         if self.peers is not None:
             self.peers.publish(reservation, AddRequest.of(load), reservation.lora_name)
+
+    def pace(self, now_s: float) -> Pace:
+        """Return how the workers answer, as far as that is observed."""
+        return UNOBSERVED if self._meter is None else self._meter.pace(now_s)
+
+    def first_token(self, reservation: Reservation) -> bool:
+        """The first token came: the prompt was computed."""
+        if self._meter is not None and self.sequences.is_live(reservation):
+            reservation.first_token_s = now_s = self.clock()
+            self._meter.answered(reservation.rank, reservation.queued_tokens, now_s - reservation.booked_s)
+        return self.finish_prefill(reservation)
 
     def finish_prefill(self, reservation: Reservation) -> bool:
         if marked := self.sequences.finish_prefill(reservation, self.now_s()):
@@ -181,6 +207,8 @@ class LoadBook:
     def release(self, reservation: Reservation) -> bool:
         """Take it off its rank, and off the replicas' books, also where it had expired or lost its worker here."""
         released = self.sequences.release(reservation, self.now_s())
+        if self._meter is not None and released and reservation.first_token_s is not None:
+            self._meter.ended(reservation.output_tokens, self.clock() - reservation.first_token_s)
         if self.peers is not None:
             self.peers.publish(reservation, Free(), reservation.lora_name)
         if released:
@@ -191,6 +219,8 @@ class LoadBook:
         """Drop the bookings of workers that are gone, and keep an account for exactly these ranks."""
         for worker_id in gone:
             self.sequences.remove_worker(worker_id)
+            if self._meter is not None:
+                self._meter.forget(worker_id)
         self.sequences.set_workers(ranks)
 
     def close(self) -> None:

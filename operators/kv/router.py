@@ -36,6 +36,7 @@ from .load import EXPIRY_S, SWEEP_EVERY_S, PotentialLoad, ReplicaSync, SequenceL
 from .lookup import KvEvents, PrefixLookup
 from .metrics import UNTIMED, RoutingSteps
 from .numbers import RankNumbers
+from .pace import PaceMeter
 from .pool import RouterPool
 from .prompt import LazySequenceHashes, PromptBlocks
 from .queue import OVERLAP_REFRESH_AFTER, AdmissionController, DepthTier, PolicyProfile, PromptSize, QueuedRequest
@@ -251,14 +252,15 @@ class KvRouter:
         hashes: Sequence[int],
         now_s: float,
     ) -> Decision:
-        sequences, rng = self.loads.sequences, self.selector.rng
+        sequences, pace = self.loads.sequences, self.loads.pace(now_s)
         loads = sequences.field(hashes, candidates.ranks, now_s)
         prompt = Prompt(len(request.blocks.token_ids), self.block_size_tokens)
+        by = settings, self.selector.rng, self.worker_type, pace
         if len(candidates.ranks) > FEW_CANDIDATES:
-            found = cheapest_of_many(prompt, candidates, overlap, sequences, loads, settings, rng, self.worker_type)
+            found = cheapest_of_many(prompt, candidates, overlap, sequences, loads, *by)
             if found is not None:
                 return found
-        return select_worker(prompt, candidates, overlap, loads.columns(), settings, rng, self.worker_type)
+        return select_worker(prompt, candidates, overlap, loads.columns(), *by)
 
     def _place(self, queued: QueuedRequest, must_refresh: bool) -> Reservation:
         """Select a worker and book the request there."""
@@ -341,7 +343,8 @@ def kv_router(
     check_router(config, block_size_tokens, prefill_duration=prefill_duration, profile=profile, peers=peers)
     pool = RouterPool(workers, health)
     numbers = RankNumbers()
-    loads = LoadBook(expiry_s=expiry_s, peers=peers, numbers=numbers)
+    meter = PaceMeter() if config.router_placement == "expected_delay" else None
+    loads = LoadBook(expiry_s=expiry_s, peers=peers, numbers=numbers, meter=meter)
     lookup = PrefixLookup(
         config, block_size_tokens, is_eagle=is_eagle, recover=recover, on_event=on_event, numbers=numbers
     )

@@ -9,8 +9,8 @@ the weighted load together exceed the cheapest found; most end at the first. The
 functions as those of all candidates, so they are equal to the digit, and so are ties and the number drawn for them.
 
 Every candidate is looked at where that does not hold or would not pay: few candidates, a temperature, preferred taints,
-lower tiers, credit that decays or exceeds 1, prompts that are not tracked, many different classes, a class in which
-all are busier than most others.
+ranks that are slower than others, lower tiers, credit that decays or exceeds 1, prompts that are not tracked, many
+different classes, a class in which all are busier than most others.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .eligibility import Candidates
 from .index import CandidateOverlap, Overlap, in_tokens
 from .load import ActiveSequences, Load, LoadField, RankLoads
 from .numbers import Groups, Matches, numbers_in, within
+from .pace import UNOBSERVED, Pace
 from .selection import RULES, WorkerType, judge, load_weights
 from .types import RequestSettings
 
@@ -58,6 +59,7 @@ class _Costs:
     settings: RequestSettings
     worker_type: WorkerType
     blocks: int
+    pace: Pace
 
     @property
     def largest(self) -> float:
@@ -69,7 +71,7 @@ class _Costs:
         seen = CandidateOverlap(_NOTHING_BELOW, {}, [group.cached for group in groups])
         tokens, held, requests = zip(*(group.load for group in groups), strict=True)
         loads = RankLoads(tokens, held, requests, [self.blocks - group.active for group in groups])
-        return RULES[self.settings.placement](self.prompt, seen, loads, self.settings, self.worker_type)
+        return RULES[self.settings.placement](self.prompt, seen, loads, self.settings, self.worker_type, self.pace)
 
 
 _NOTHING_BELOW = Overlap()
@@ -84,12 +86,15 @@ def cheapest_of_many(
     settings: RequestSettings,
     rng: Random,
     worker_type: WorkerType = "aggregated",
+    pace: Pace = UNOBSERVED,
 ) -> Decision | None:
     """What `select_worker` returns, with the same draw; None, and nothing drawn, where each must be looked at."""
+    if pace.slowness:
+        return None
     groups = _cached_groups(prompt, candidates, overlap, sequences, loads, settings)
     if groups is None:
         return None
-    walk = _Walk.begin(groups, sequences, loads, _Costs(prompt, settings, worker_type, loads.blocks))
+    walk = _Walk.begin(groups, sequences, loads, _Costs(prompt, settings, worker_type, loads.blocks, pace))
     try:
         found = None if walk is None else walk.cheapest()
     except _TooFar:
@@ -111,7 +116,7 @@ def cheapest_of_many(
         candidates.ranks,
         overlap,
         settings.placement,
-        lambda: judge(prompt, candidates, overlap, loads.columns(), settings, worker_type),
+        lambda: judge(prompt, candidates, overlap, loads.columns(), settings, worker_type, pace),
     )
 
 
@@ -175,7 +180,7 @@ class _Walk:
         idle = costs.of(groups)
         if not all(map(isfinite, idle)):
             return None
-        entries = sequences.holders().order(load_weights(costs.prompt, costs.settings))
+        entries = sequences.holders().order(load_weights(costs.prompt, costs.settings, costs.pace))
         return cls(list(zip(idle, groups, strict=True)), entries, sequences, loads, costs)
 
     def cheapest(self) -> tuple[float, list[Group]] | None:
@@ -219,7 +224,7 @@ class _Walk:
             raise _TooFar
 
     def _one_by_one(self, group: Group) -> Iterable[tuple[float, Group]]:
-        tokens, blocks, requests = load_weights(self.costs.prompt, self.costs.settings)
+        tokens, blocks, requests = load_weights(self.costs.prompt, self.costs.settings, self.costs.pace)
         for number in numbers_in(group.ranks):
             load = self.loads.load_of(number)
             weight = tokens * load[0] + blocks * load[1] + requests * load[2]

@@ -16,17 +16,25 @@ load record counts as idle, so it also pays for the blocks the prompt would add.
 
 The expected delay a request causes on each of some ranks, in prompt tokens; lower is better.
 
-    delay = prompt tokens in flight + new tokens                      it waits for these before its first token
-          + new tokens * (DISPLACED + STALLED * requests)             what computing and keeping them does to others
-          + REQUEST_TOKENS * requests + HELD * tokens in blocks held  how slowly its own output comes
+    delay = (QUEUED * prompt tokens in flight                            it waits for these before its first token,
+             + new tokens                                                and for its own
+             + DISPLACED * congestion * new tokens                       what computing and keeping them does to others,
+             + new tokens in the pass of prompts that wait               to the next first token there,
+             + pause * requests * (new tokens + PASS_TOKENS * passes)    and to the answers
+             + REQUEST_TOKENS * requests
+             + pause * answer * STEP * tokens in blocks                  how slowly its own answer comes, and others
+            ) * slowness
 
 The queueing rule "shortest expected delay", with a charge for the delay of others. The unit is the time to compute one
-prompt token, so no rate has to be known or learned, and blocks of another size change nothing.
+prompt token. `pause`, `answer`, `congestion` and `slowness` are what the router has observed, see `Pace`.
 
 The cost counts a block that is held like one that is to be computed. A prompt token takes its time once and whole; a
 block that is held makes each step of its rank a little longer. Where prompts are much longer than answers the cost
 therefore sends conversations away from their caches, to save next to nothing. Here what is held counts little, and
 cached tokens are worth more than the time to compute them again, because a second copy displaces something.
+
+Prompts that wait together are computed in one pass, so a prompt pauses the answers of a rank less where one waits
+already. Of short prompts before long answers more are then computed together, which is what an overloaded fleet needs.
 """
 
 from __future__ import annotations
@@ -47,6 +55,7 @@ from .decision import Decision, Judged, Prompt
 from .eligibility import Candidates
 from .index import CandidateOverlap, Overlap, in_tokens
 from .load import Column, RankLoads
+from .pace import PASS_TOKENS, UNOBSERVED, Pace
 from .types import PlacementRule, RequestSettings
 
 WorkerType = Literal["aggregated", "prefill", "decode"]
@@ -139,19 +148,21 @@ def _prompt_tokens(prompt: Prompt, overlap: CandidateOverlap, settings: RequestS
     return [isl if blocks * size <= isl else int(blocks * size + 0.5) for blocks in cached]
 
 
-DISPLACED = 1.0
-"""What a new token is charged for its place in the cache: it evicts one that may be needed again, which then
-takes as long as this one. Without it prefixes are copied wherever the queue is a little shorter."""
-STALLED = 0.1
-"""What each request in flight is charged for while the rank computes a new token. It loses all of that time, but as a
-pause in its output, which is taken as a tenth of the wait for a first token."""
+QUEUED = 2.0
+"""What a token that waits or is computed counts for: passes also take a fixed time and that of the answers' steps, and
+who waits longest decides the last percent."""
+DISPLACED = 2.0
+"""What a new token is charged for what it does to others: while it is computed those that come wait, and it evicts one
+that may be needed again, which then takes as long. Without it prefixes are copied wherever the queue is a little
+shorter. Times the congestion, for all of that is waited for by more where more wait."""
+BATCH_TOKENS = 8192
+"""Prompt tokens of one pass: prompts that wait share it up to here."""
 REQUEST_TOKENS = 1024
 """What a request in flight counts for besides its blocks: it has its part of each batch. It also bounds affinity: a
-rank with all of a prompt gets it with at most `(1 + DISPLACED) * prompt tokens / REQUEST_TOKENS` requests more than an
-idle one has."""
-HELD = 0.05
-"""What a token in a block that is held counts for: it costs each later step far less than its computing took. Not
-nothing: of ranks equal otherwise the one with more room wins, and none is filled while others are empty."""
+rank with all of a prompt gets it with at most `(1 + DISPLACED * congestion) * prompt tokens / REQUEST_TOKENS` requests
+more than an idle one has."""
+STEP = 1 / 300
+"""What a token in a block that is held costs each step: reading it takes that part of the time to compute one."""
 
 
 def delays(
@@ -160,8 +171,9 @@ def delays(
     loads: RankLoads,
     settings: RequestSettings,
     worker_type: WorkerType = "aggregated",
+    pace: Pace = UNOBSERVED,
 ) -> list[float]:
-    """The delay for each candidate, in the order of the columns of `loads` and `overlap`.
+    """The delay for each candidate, before its slowness, in the order of the columns of `loads` and `overlap`.
 
     What is cached counts as for the cost, with its credit, decay and weights of tiers, up to the whole prompt; the
     other weights of the cost are not read. Where prompts are not tracked the queues are unknown, and this is the cost.
@@ -172,30 +184,46 @@ def delays(
     cached = cache_credits(prompt, overlap, loads.prefill_tokens, settings)
     if max(cached, default=0.0) > (most := isl / size):
         cached = [min(blocks, most) for blocks in cached]
-    alone, held_tokens = 1.0 + DISPLACED, HELD * size
+    alone, pause, held_tokens = 1.0 + DISPLACED * pace.congestion, pace.pause_weight, _held_tokens(prompt, pace)
     columns = zip(
         loads.prefill_tokens, cached, loads.requests, loads.decode_blocks, loads.additional_blocks, strict=True
     )
     return [
-        active
+        QUEUED * active
         + alone * (new := isl - size * blocks)
-        + requests * (REQUEST_TOKENS + STALLED * new)
-        + held_tokens * (held + added)
+        + (max(0.0, min(new, BATCH_TOKENS - active)) if active else 0.0)
+        + requests * (REQUEST_TOKENS + pause * (new + PASS_TOKENS * _passes(active, new)))
+        + held_tokens * (held + added * (1.0 + 0.5 * requests))
         for active, blocks, requests, held, added in columns
     ]
 
 
-Rule = Callable[[Prompt, CandidateOverlap, RankLoads, RequestSettings, WorkerType], list[float]]
-RULES: Mapping[PlacementRule, Rule] = {"cost": costs, "expected_delay": delays}
+def _passes(active: int, new: float) -> int:
+    """How many passes more the rank needs for that many new tokens behind those in flight."""
+    return math.ceil((active + max(1.0, new)) / BATCH_TOKENS) + (-active // BATCH_TOKENS)
 
 
-def load_weights(prompt: Prompt, settings: RequestSettings) -> tuple[float, float, float]:
+def _held_tokens(prompt: Prompt, pace: Pace) -> float:
+    """What a block that is held adds to the delay of an answer."""
+    return pace.pause_weight * pace.answer_tokens * STEP * prompt.block_size_tokens
+
+
+Rule = Callable[[Prompt, CandidateOverlap, RankLoads, RequestSettings, WorkerType, Pace], list[float]]
+RULES: Mapping[PlacementRule, Rule] = {
+    "cost": lambda prompt, overlap, loads, settings, worker_type, _: costs(
+        prompt, overlap, loads, settings, worker_type
+    ),
+    "expected_delay": delays,
+}
+
+
+def load_weights(prompt: Prompt, settings: RequestSettings, pace: Pace) -> tuple[float, float, float]:
     """What a prompt token in flight, a held block and a request add at least to the cost of a rank that was idle.
 
     Holds for the placement of the settings where prompts are tracked and credit neither decays nor exceeds 1.
     """
     if settings.placement == "expected_delay":
-        return 1.0, HELD * prompt.block_size_tokens, REQUEST_TOKENS
+        return QUEUED, _held_tokens(prompt, pace), REQUEST_TOKENS
     return settings.prefill_load_scale / prompt.block_size_tokens, 1.0, settings.decode_active_request_weight
 
 
@@ -206,12 +234,15 @@ def judge(
     loads: RankLoads,
     settings: RequestSettings,
     worker_type: WorkerType = "aggregated",
+    pace: Pace = UNOBSERVED,
 ) -> Judged:
     """All candidates by the rule of the settings; `loads` are theirs, in their order."""
     seen = CandidateOverlap(overlap, candidates.zero_by_rank)
-    column = RULES[settings.placement](prompt, seen, loads, settings, worker_type)
-    if candidates.multipliers is not None:
-        column = [cost * multiplier for cost, multiplier in zip(column, candidates.multipliers, strict=True)]
+    column = RULES[settings.placement](prompt, seen, loads, settings, worker_type, pace)
+    is_delay = settings.placement == "expected_delay" and settings.track_prefill_tokens
+    for multipliers in (candidates.multipliers, pace.multipliers(candidates.ranks) if is_delay else None):
+        if multipliers is not None:
+            column = [cost * multiplier for cost, multiplier in zip(column, multipliers, strict=True)]
     return Judged(column, loads, seen.device)
 
 
@@ -223,6 +254,7 @@ def select_worker(
     settings: RequestSettings,
     rng: Random,
     worker_type: WorkerType = "aggregated",
+    pace: Pace = UNOBSERVED,
 ) -> Decision:
     """The cheapest candidate, or with a temperature a random one that is likelier the cheaper it is.
 
@@ -233,7 +265,7 @@ def select_worker(
         raise InvalidArgument("must have at least one token", field="token_ids")
     if not candidates.ranks:
         raise Unavailable("no worker can take this request")
-    judged = judge(prompt, candidates, overlap, loads, settings, worker_type)
+    judged = judge(prompt, candidates, overlap, loads, settings, worker_type, pace)
     position = pick(judged.costs, settings.temperature, rng)
     rank = candidates.ranks[position]
     blocks = judged.device[position]

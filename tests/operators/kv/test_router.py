@@ -10,6 +10,7 @@ from anyio.lowlevel import checkpoint
 
 from operators.kv import KvRouter, KvRouterConfig, kv_router
 from operators.kv.errors import DuplicateRequest
+from operators.kv.pace import UNOBSERVED
 from operators.kv.queue import PolicyProfile
 from operators.kv.types import WorkerRank
 from pipeline import InvalidArgument, ResourceExhausted, Unavailable, WorkerOverloaded
@@ -107,6 +108,34 @@ async def test_the_configuration_names_the_rule_by_which_is_chosen(placement: st
         (await reserved(router, there, request_id)).mark_prefill_completed()
     decision = router.advise(prompt(4400))
     assert (decision.rank, decision.placement) == (WorkerRank(worker_id), placement)
+
+
+async def answered(router: KvRouter, worker_id: int, number: int, wait_s: float) -> None:
+    """A request gets its first token after this time, and ten more in a second."""
+    there = prompt(400, first=1000 * number, worker_id=worker_id)
+    reservation = await reserved(router, there, f"{number} on {worker_id}")
+    for tokens, seconds in ((1, wait_s), (10, 1.0)):
+        await anyio.sleep(seconds)
+        reservation.output_tokens += tokens
+        reservation.advance()
+    reservation.release()
+
+
+@pytest.mark.parametrize(("placement", "is_observed"), [("cost", False), ("expected_delay", True)])
+async def test_by_expected_delay_a_worker_that_answers_more_slowly_gets_less(placement: str, is_observed: bool) -> None:
+    router = router_of(1, 2, config={"router_placement": placement, "overlap_score_credit": 0.0})
+    for number in range(80):
+        for worker_id, wait_s in ((1, 0.1), (2, 0.5)):
+            await answered(router, worker_id, number, wait_s)
+    pace = router.loads.pace(router.loads.now_s())
+    if is_observed:
+        assert pace.slowness[WorkerRank(2)] > 1.2
+        assert pace.answer_tokens == pytest.approx(11)
+    else:
+        assert pace is UNOBSERVED
+    there = await reserved(router, prompt(40, first=5 * 10**6, worker_id=1))
+    there.mark_prefill_completed()
+    assert router.advise(prompt(4000, first=7 * 10**6)).rank == WorkerRank(1 if is_observed else 2)
 
 
 async def test_the_load_of_bookings_sends_others_elsewhere() -> None:

@@ -16,6 +16,7 @@ from operators.kv.eligibility import Candidates
 from operators.kv.index import CandidateOverlap, KvIndex, Overlap
 from operators.kv.load import ActiveRequest, ActiveSequences, SequenceLoad
 from operators.kv.numbers import RankNumbers
+from operators.kv.pace import UNOBSERVED, Pace
 from operators.kv.search import cheapest_of_many
 from operators.kv.selection import costs, select_worker
 from operators.kv.types import PlacementRule, RequestSettings, WorkerRank
@@ -78,15 +79,21 @@ class Fleet:
 
 
 def both(
-    fleet: Fleet, local: list[int], config: RequestSettings, candidates: Candidates, now_s: float, seed: int
+    fleet: Fleet,
+    local: list[int],
+    config: RequestSettings,
+    candidates: Candidates,
+    now_s: float,
+    seed: int,
+    pace: Pace = UNOBSERVED,
 ) -> tuple[Decision, Decision | None]:
     """The decisions by each candidate and by search; both draw from generators of this seed."""
     prompt = Prompt(len(local) * SIZE + fleet.random.randrange(SIZE), SIZE)
     overlap = Overlap(device=fleet.index.find_matches(local))
     loads = fleet.sequences.field(sequence_hashes(local), candidates.ranks, now_s)
     one, other = Random(seed), Random(seed)
-    plain = select_worker(prompt, candidates, overlap, loads.columns(), config, one)
-    found = cheapest_of_many(prompt, candidates, overlap, fleet.sequences, loads, config, other)
+    plain = select_worker(prompt, candidates, overlap, loads.columns(), config, one, pace=pace)
+    found = cheapest_of_many(prompt, candidates, overlap, fleet.sequences, loads, config, other, pace=pace)
     assert found is None or one.getstate() == other.getstate()
     return plain, found
 
@@ -110,9 +117,10 @@ weights = st.sampled_from([0.0, 0.1, 1.0, 1 / 3, 7.5])
     st.sampled_from([0.0, 0.3, 1.0]),
     weights,
     weights,
+    st.builds(Pace, st.floats(0, 0.3), st.floats(1, 5000), st.floats(1, 5)),
 )
 def test_a_search_decides_as_a_look_at_each_candidate(
-    seed: int, size: int, placement: PlacementRule, credit: float, scale: float, weight: float
+    seed: int, size: int, placement: PlacementRule, credit: float, scale: float, weight: float, pace: Pace
 ) -> None:
     fleet = Fleet(Random(seed), size)
     config = RequestSettings(
@@ -126,7 +134,7 @@ def test_a_search_decides_as_a_look_at_each_candidate(
         fleet.step(now_s)
         local = fleet.random.choice(PROMPTS)
         own = config if fleet.random.random() < 0.8 else evolve(config, prefill_load_scale=fleet.random.random())
-        plain, found = both(fleet, local, own, fleet.candidates(), now_s, seed + step)
+        plain, found = both(fleet, local, own, fleet.candidates(), now_s, seed + step, pace)
         assert found is not None
         fleet.step(now_s)  # what is read later is as it was
         assert same(plain, found)
@@ -151,6 +159,14 @@ def test_where_the_cost_may_fall_with_the_load_each_candidate_is_looked_at(wante
     assert found is None
 
 
+def test_where_ranks_are_slower_than_others_each_candidate_is_looked_at() -> None:
+    fleet = Fleet(Random(1), 30)
+    pace, config = Pace(slowness={fleet.ranks[0]: 2.0}), RequestSettings(placement="expected_delay")
+    plain, found = both(fleet, [1, 2], config, Candidates(tuple(sorted(fleet.ranks))), 0.0, 1, pace)
+    assert found is None
+    assert plain.rank != fleet.ranks[0]
+
+
 def test_what_was_found_before_a_number_went_to_another_rank_is_not_searched() -> None:
     fleet = Fleet(Random(1), 3)
     fleet.index.store(fleet.ranks[0], None, [1], [1])
@@ -169,7 +185,7 @@ def test_of_a_thousand_busy_ranks_few_are_looked_at(monkeypatch: pytest.MonkeyPa
 
     def counted(prompt: Prompt, overlap: CandidateOverlap, *others: Any) -> list[float]:
         looked.append(len(overlap.device))
-        return costs(prompt, overlap, *others)
+        return costs(prompt, overlap, *others[:-1])
 
     monkeypatch.setattr(search, "RULES", {"cost": counted})
     for step in range(3000):
