@@ -184,23 +184,25 @@ def delays(
     cached = cache_credits(prompt, overlap, loads.prefill_tokens, settings)
     if max(cached, default=0.0) > (most := isl / size):
         cached = [min(blocks, most) for blocks in cached]
-    alone, pause, held_tokens = 1.0 + DISPLACED * pace.congestion, pace.pause_weight, _held_tokens(prompt, pace)
+    alone, held_tokens = 1.0 + DISPLACED * pace.congestion, _held_tokens(prompt, pace)
+    pause, grown, batch = pace.pause_weight, 0.5 * held_tokens, BATCH_TOKENS
     columns = zip(
         loads.prefill_tokens, cached, loads.requests, loads.decode_blocks, loads.additional_blocks, strict=True
     )
+    # No calls for each rank; `-(-a // b)` is a / b rounded up. Where nothing is new, the last token is computed.
     return [
         QUEUED * active
         + alone * (new := isl - size * blocks)
-        + (max(0.0, min(new, BATCH_TOKENS - active)) if active else 0.0)
-        + requests * (REQUEST_TOKENS + pause * (new + PASS_TOKENS * _passes(active, new)))
-        + held_tokens * (held + added * (1.0 + 0.5 * requests))
+        + ((new if new < (room := batch - active) else room if room > 0 else 0.0) if active else 0.0)
+        + requests
+        * (
+            REQUEST_TOKENS
+            + pause * (new + PASS_TOKENS * (-active // batch - -(active + (new if new > 1.0 else 1.0)) // batch))
+            + grown * added
+        )
+        + held_tokens * (held + added)
         for active, blocks, requests, held, added in columns
     ]
-
-
-def _passes(active: int, new: float) -> int:
-    """How many passes more the rank needs for that many new tokens behind those in flight."""
-    return math.ceil((active + max(1.0, new)) / BATCH_TOKENS) + (-active // BATCH_TOKENS)
 
 
 def _held_tokens(prompt: Prompt, pace: Pace) -> float:
