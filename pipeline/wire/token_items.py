@@ -73,6 +73,7 @@ def item_to_msgpack(item: Any) -> bytes:
     return to_msgpack(item)
 
 
+_LIST_OF_1 = b"\x91"
 _JOINED_BYTES = 32 * 1024
 """Bytes of several frames whose tokens become one item."""
 
@@ -139,9 +140,11 @@ def _joined(bodies: deque[bytes], join_max: int) -> Ready | None:
     count = size_bytes = 0
     while bodies:
         body = bodies[0]
+        if not body.startswith(_LIST_OF_1):
+            break
         try:
             (item,) = typed_items(body)
-        except ValueError:  # also if there is another number of them
+        except ValueError:
             break
         output = item.data
         more = output.token_ids
