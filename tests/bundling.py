@@ -31,16 +31,14 @@ WHOLE_ANSWERS = {
     "operators/text/test_text_pipeline.py",
     "serving/http/generation/test_answers.py",
     "serving/http/generation/test_whole_answers.py",
-    "serving/replay/test_runner.py::test_every_request_of_the_trace_is_answered_once_and_whole",
 }
-"""Files, or tests, that look at whole answers of graphs and servers."""
+"""Files whose tests look at whole answers of graphs and servers."""
 
 
 def bundle(metafunc: pytest.Metafunc) -> None:
     """Run such a test once as it is, and, among the slow tests, once for each size."""
     path = metafunc.definition.path.relative_to(TESTS).as_posix()
-    is_named = not WHOLE_ANSWERS.isdisjoint((path, f"{path}::{metafunc.function.__name__}"))
-    if not is_named and (path.startswith(KIT) or not _is_contract_test(metafunc)):
+    if path not in WHOLE_ANSWERS and (path.startswith(KIT) or not _is_contract_test(metafunc)):
         return
     metafunc.fixturenames.append("bundling")
     sizes = [pytest.param(name, marks=pytest.mark.slow) for name in SIZES]

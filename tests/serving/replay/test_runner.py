@@ -19,7 +19,7 @@ from operators.kv import KvRouterConfig
 from pipeline import Annotated, AsyncEngine, Context, EngineShutdown, InvalidArgument, ResponseStream
 from pipeline.errors import ResourceExhausted
 from pipeline.protocols import CompletionUsage, LLMEngineOutput, PreprocessedRequest
-from pipeline.testing import run_in_virtual_time
+from pipeline.testing import bundled, run_in_virtual_time
 from serving.deployment import GraphConfig
 from serving.replay import Prompt, Report, Session, SyntheticLoad, Trace, Turn, parse_faults, run, run_config
 
@@ -90,6 +90,14 @@ class Ticking(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
             yield Annotated(LLMEngineOutput.stop())
 
         return ResponseStream(ticks(), request)
+
+
+@pytest.mark.parametrize("size", [1, 7, None])
+async def test_tokens_of_one_item_count_each(size: int | None) -> None:
+    load = SyntheticLoad(input_tokens=8, output_tokens=49, request_count=7, arrival_interval_ms=100.0).make()
+    report = await run(lambda: nullcontext(bundled(Ticking(), size)), load, per_request=True)
+    assert all_came_whole(report, load)
+    assert report.itl.samples == 7 * 48
 
 
 async def test_times_of_whole_milliseconds_are_reported_as_such() -> None:
