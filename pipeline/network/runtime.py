@@ -85,16 +85,11 @@ class Served:
         """
         leases, self.leases = self.leases, ()
         failures: list[Exception] = []
-
-        async def release(lease: Lease) -> None:
+        for lease in reversed(leases):  # the card first: who sees no instance may take its id
             try:
                 await lease.release()
             except Exception as failure:
                 failures.append(failure)
-
-        async with anyio.create_task_group() as tasks:
-            for lease in leases:
-                tasks.start_soon(release, lease)
         if failures:
             raise failures[0]
 
