@@ -97,6 +97,7 @@ class ChatStream:
             self._streams = await asyncio.open_connection("127.0.0.1", self.port)
         reader, writer = self._streams
         begun = time.perf_counter()
+        self._acknowledge()
         writer.write(self._request())
         head = await reader.readuntil(b"\r\n\r\n")
         if b" 200 " not in head.split(b"\r\n", 1)[0]:
@@ -107,10 +108,20 @@ class ChatStream:
         while not answer.endswith(b"0\r\n\r\n"):
             if not (data := await reader.read(65_536)):
                 raise ConnectionError("the connection ended within an answer")
+            self._acknowledge()
             answer += data
             if first_ms is None and b'"content":"' in answer.replace(b'": "', b'":"'):
                 first_ms = (time.perf_counter() - begun) * 1000
         return first_ms if b"[DONE]" in answer else None
+
+    def _acknowledge(self) -> None:
+        """Have the kernel acknowledge the next bytes at once: a server that waits for it is not measured by that.
+
+        By default that takes up to 40 ms. The option lasts for one read.
+        """
+        if self._streams is not None:
+            connection: socket.socket = self._streams[1].get_extra_info("socket")
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def close(self) -> None:
         if self._streams is not None:

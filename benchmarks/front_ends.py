@@ -71,7 +71,7 @@ def contenders(port: int, asked: argparse.Namespace) -> list[Contender]:
         name = f"{count} front end{'s' * (count > 1)}"
         found.append(Contender(name, (*ours, "up", *common, "--frontends", str(count))))
     if asked.dynamo is not None:
-        python, ratio = asked.dynamo / "bin" / "python", int(real_time)
+        python, ratio = asked.dynamo / "bin" / "python", 1 if real_time else 1_000_000
         engines = f"{python} -m dynamo.mocker --model-path {asked.model_path} --speedup-ratio {ratio}"
         front = f"{python} -m dynamo.frontend --http-port {port} --router-mode {router}"
         command = ("sh", "-c", f"{engines} --num-workers {workers} & exec {front}")
