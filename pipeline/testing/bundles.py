@@ -156,20 +156,30 @@ def _join(whole: Any, data: Any) -> None:
     if data.completion_usage is not None:
         whole.completion_usage = data.completion_usage
     elif (usage := whole.completion_usage) is not None:
-        counts = CompletionUsage.of(usage.prompt_tokens, usage.completion_tokens + len(data.token_ids))
-        whole.completion_usage = evolve(
-            usage, completion_tokens=counts.completion_tokens, total_tokens=counts.total_tokens
-        )
+        whole.completion_usage = _counted(usage, len(data.token_ids))
+
+
+def _counted(usage: CompletionUsage, more: int) -> CompletionUsage:
+    """Return the usage with so many more tokens of the answer."""
+    counts = CompletionUsage.of(usage.prompt_tokens, max(0, usage.completion_tokens + more))
+    return evolve(usage, completion_tokens=counts.completion_tokens, total_tokens=counts.total_tokens)
 
 
 def _split(whole: Any, size: int) -> tuple[Any, Any]:
-    """Return its first tokens, with what came at its beginning, and the others, with what came at its end."""
+    """Return its first tokens, with what came at its beginning, and the others, with what came at its end.
+
+    Counts of tokens and the sum of log probabilities are, in each, those of all tokens up to its own.
+    """
     first, rest = copy(whole), copy(whole)
     for name in _LISTS:
         if (known := getattr(whole, name)) is not None:
             setattr(first, name, known[:size])
             setattr(rest, name, known[size:])
-    first.finish_reason = first.stop_reason = first.completion_usage = first.cum_log_probs = None
+    first.finish_reason = first.stop_reason = None
+    if whole.cum_log_probs is not None:
+        first.cum_log_probs = whole.cum_log_probs - sum(rest.log_probs) if rest.log_probs else None
+    if (usage := whole.completion_usage) is not None:
+        first.completion_usage = _counted(usage, -len(rest.token_ids))
     for name in _PARTS:
         if hasattr(rest, name):
             setattr(rest, name, None)
