@@ -70,8 +70,8 @@ class MockEngine(LLMEngine):
     describe a predictor of times and there is no `timing`; the start logs a warning for arguments without an effect.
 
     With a `horizon` it runs ahead in virtual time on asyncio: the tokens after the first then come in one
-    `TimedOutput`, with the last. Without a reader it publishes
-    no KV events, and neither loads nor metrics.
+    `TimedOutput`, with the last. Without a reader of KV events it publishes none, without one of loads neither these
+    nor metrics.
 
     A request with an answer in `recorded`, or in the file of the arguments instead, gets that answer. After a stop one
     chunk with finish reason cancelled follows, after a kill nothing; either way, and when a stream is closed or

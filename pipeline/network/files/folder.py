@@ -20,6 +20,8 @@ from pathlib import Path
 from stat import S_ISREG
 from uuid import uuid4
 
+from pipeline.errors import CannotConnect
+
 S_NS = 1_000_000_000
 
 _NO_LINKS = {EMLINK, ENOSYS, ENOTSUP, EOPNOTSUPP, EPERM}
@@ -65,12 +67,11 @@ class Folder:
         os.close(os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o666))
         self._device = self.path.stat().st_dev
 
-    def lacks(self) -> str:
-        """Return what is missing of what `make` makes, for people; empty if nothing is."""
-        if self.is_whole:
-            return ""
-        lacks = "no deployment is in the" if self.path.exists() else "there is no"
-        return f"{lacks} folder {self.path}"
+    def require(self) -> None:
+        """Raise CannotConnect unless all is there that `make` makes."""
+        if not self.is_whole:
+            lacks = "no deployment is in the" if self.path.exists() else "there is no"
+            raise CannotConnect(f"{lacks} folder {self.path}")
 
     @property
     def is_whole(self) -> bool:

@@ -51,10 +51,7 @@ class FileObjects(Objects):
         """Make the folder and its parts where they are missing, if that is wanted. Raise CannotConnect if it is not
         there then, or cannot be written."""
         try:
-            if self._may_make:
-                await self._calls.run(self._folder.make)
-            elif lacks := await self._calls.run(self._folder.lacks):
-                raise CannotConnect(lacks)
+            await self._calls.run(self._folder.make if self._may_make else self._folder.require)
         except Unavailable as error:
             raise CannotConnect(str(error)) from error
         if self._scheduler is not None:

@@ -99,10 +99,7 @@ class FileStore(Store):
         """Make the folder and its parts where they are missing, if that is wanted. Raise CannotConnect if it is not
         there then, or cannot be written."""
         try:
-            if self._may_make:
-                await self._calls.run(self._folder.make)
-            elif lacks := await self._calls.run(self._folder.lacks):
-                raise CannotConnect(lacks)
+            await self._calls.run(self._folder.make if self._may_make else self._folder.require)
             await self._calls.run(self._folder.now)
         except Unavailable as error:
             raise CannotConnect(str(error)) from error
