@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import anyio
 import pytest
@@ -20,6 +19,7 @@ from pipeline.protocols import (
     SamplingOptions,
     StopConditions,
 )
+from tests.engines.answers import shown
 
 from .worlds import Steady, assert_empty
 
@@ -52,20 +52,6 @@ async def read(payload: PreprocessedRequest, pause_s: float) -> list[LLMEngineOu
             found.append(chunk_of(item))
             await anyio.sleep(pause_s)
     assert_empty(engine)
-    return found
-
-
-def shown(chunks: list[LLMEngineOutput]) -> dict[int, tuple[Any, ...]]:
-    """What each choice has in the end."""
-    found: dict[int, tuple[Any, ...]] = {}
-    for index in {chunk.index or 0 for chunk in chunks}:
-        own = [chunk for chunk in chunks if (chunk.index or 0) == index]
-        found[index] = (
-            [token for chunk in own for token in chunk.token_ids],
-            [logprob for chunk in own for logprob in chunk.log_probs or ()],
-            [top for chunk in own for top in chunk.top_logprobs or ()],
-            [chunk.finish_reason for chunk in own if chunk.finish_reason is not None],
-        )
     return found
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import anyio
 import pytest
 from attrs import evolve
@@ -13,6 +11,7 @@ from engines.torch.delivery import Delivery
 from pipeline import Control
 from pipeline.errors import BackendUnknown
 from pipeline.protocols import FinishReason, LLMEngineOutput
+from tests.engines.answers import shown
 
 from .worlds import order
 
@@ -26,21 +25,6 @@ async def read(delivery: Delivery, pause_s: float = 0.0) -> list[LLMEngineOutput
     async for chunk in delivery.chunks():
         found.append(chunk)
         await anyio.sleep(pause_s)
-    return found
-
-
-def shown(chunks: list[LLMEngineOutput]) -> dict[int, tuple[Any, ...]]:
-    """What each choice has in the end."""
-    found: dict[int, tuple[Any, ...]] = {}
-    for index in {chunk.index or 0 for chunk in chunks}:
-        own = [chunk for chunk in chunks if (chunk.index or 0) == index]
-        found[index] = (
-            [token for chunk in own for token in chunk.token_ids],
-            [logprob for chunk in own for logprob in chunk.log_probs or ()],
-            [top for chunk in own for top in chunk.top_logprobs or ()],
-            own[-1].cum_log_probs,
-            [(chunk.finish_reason, chunk.stop_reason) for chunk in own if chunk.finish_reason is not None],
-        )
     return found
 
 
