@@ -53,10 +53,14 @@ class AsyncioLink(Link, asyncio.Protocol):
     def ready(self) -> None:
         if not (self._is_due or self._is_paused or self._is_closing):
             self._is_due = True
-            self._loop.call_soon(self._write)
+            self._loop.call_soon(self._write_soon)
+
+    def _write_soon(self) -> None:
+        self._is_due = False
+        if not self._is_paused:
+            self._write()
 
     def _write(self) -> None:
-        self._is_due = False
         if self._transport is not None and not self._is_closing and (data := self._handler.output()):
             self._transport.write(data)
 

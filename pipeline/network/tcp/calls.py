@@ -34,6 +34,7 @@ from . import framing
 from .connection import Connection
 from .framing import Handler
 from .messages import CallHead, read
+from .parts import PART_BYTES, SentBody
 from .shared import Shared
 
 Decode = Callable[[deque[bytes]], tuple[list[Any], int, int]]
@@ -78,6 +79,7 @@ class CallerConnection(Connection):
     def remove(self, stream: int) -> None:
         """Drop what may still come for the stream."""
         self._calls.pop(stream, None)
+        self._parts_in.drop(stream)
 
     def _ended(self, reason: TransportError) -> None:
         self._on_lost(self)
@@ -89,6 +91,7 @@ class CallerConnection(Connection):
         return {
             framing.BEGUN: self._on_begun,
             framing.ITEMS: self._on_items,
+            framing.PART: self._on_part,
             framing.END: self._on_end_of_stream,
             framing.ERROR: self._on_error,
         }
@@ -108,8 +111,14 @@ class CallerConnection(Connection):
         if call is not None or (call := self._call(stream)) is not None:
             call.on_items(body)
 
+    def _on_part(self, stream: int, part: bytes) -> None:
+        if (call := self._call(stream)) is not None and (body := self._parts_in.take(stream, part)) is not None:
+            call.on_items(body)
+
     def _on_end_of_stream(self, stream: int, body: bytes) -> None:
         if (call := self._call(stream)) is not None:
+            if stream in self._parts_in:
+                raise InvalidMessage("a stream ended within an item")
             self.remove(stream)
             call.on_end(None)
 
@@ -128,7 +137,7 @@ class RemoteCall:
     __slots__ = (
         "_bodies", "_bytes", "_bytes_max", "_connection", "_decode", "_error", "_forget", "_grant_bytes",
         "_grant_items", "_has_begun", "_instance", "_is_over", "_items", "_items_max", "_read_bytes", "_read_items",
-        "_request", "_stream", "_wakeup",
+        "_request", "_sending", "_stream", "_wakeup",
     )  # fmt: skip
 
     def __init__(self, connection: CallerConnection, instance: Instance, request: Context[Any], decode: Decode) -> None:
@@ -150,6 +159,7 @@ class RemoteCall:
         self._has_begun = self._is_over = False
         self._error: PenstockError | None = None
         self._stream = 0
+        self._sending: SentBody | None = None
         self._forget: tuple[Callable[[], None], ...] = ()
 
     # -- calling
@@ -168,6 +178,9 @@ class RemoteCall:
                 connection.wake_when_sent(self._wakeup)
                 await self._wakeup.wait()
             self._send(body)
+            while not (self._is_sent or self._is_over):
+                await self._wakeup.wait()
+                self._raise_if_lost()
             if request.is_stopped and not head.is_stopped:  # while it waited for the network
                 self._on_stop()
             while not (self._has_begun or self._is_over):
@@ -182,10 +195,26 @@ class RemoteCall:
         connection = self._connection
         if self._is_over:  # killed before
             return
-        if connection.reason is not None:
-            raise CannotConnect(f"{self._instance} was lost: {connection.reason}", cause=connection.reason)
-        self._stream = connection.add(self)
-        connection.send(framing.CALL, self._stream, body)
+        self._raise_if_lost()
+        if len(body) <= PART_BYTES or not connection.takes_parts:
+            connection.send(framing.CALL, self._open(), body)
+        else:
+            self._sending = SentBody(body, self._open, self._wakeup)
+            connection.send_in_parts(self._sending)
+
+    def _raise_if_lost(self) -> None:
+        """Raise CannotConnect if the connection has ended before the worker could have the call."""
+        if not self._stream and not self._is_over and (reason := self._connection.reason) is not None:
+            raise CannotConnect(f"{self._instance} was lost: {reason}", cause=reason)
+
+    def _open(self) -> int:
+        self._stream = self._connection.add(self)
+        return self._stream
+
+    @property
+    def _is_sent(self) -> bool:
+        """Whether the worker has the call: a stop goes behind it."""
+        return self._stream > 0 if self._sending is None else self._sending.is_sent
 
     def _check_size(self, size_bytes: int) -> None:
         other = self._connection.other
@@ -206,7 +235,7 @@ class RemoteCall:
         raise error
 
     def _on_stop(self) -> None:
-        if self._stream and not (self._is_over or self._request.is_killed):
+        if self._is_sent and not (self._is_over or self._request.is_killed):
             self._connection.send(framing.STOP, self._stream)
 
     def _on_kill(self) -> None:
@@ -225,6 +254,8 @@ class RemoteCall:
     def _leave(self, kind: int) -> None:
         if not self._is_over:
             self._is_over = True
+            if self._sending is not None:
+                self._connection.take_back(self._sending)
             if self._stream:
                 self._connection.send(kind, self._stream)
                 self._connection.remove(self._stream)
@@ -249,6 +280,9 @@ class RemoteCall:
 
     def on_end(self, error: PenstockError | None) -> None:
         self._is_over = True
+        if not self._is_sent and self._sending is not None:  # the worker wants no more of the request
+            self._connection.take_back(self._sending)
+            self._connection.send(framing.CLOSE, self._stream)
         self._error = error
         self._wakeup.wake()
 

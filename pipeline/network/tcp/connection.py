@@ -28,6 +28,7 @@ from . import framing
 from .framing import Handler
 from .links import HIGH_WATER_BYTES, Link, LinkHandler
 from .messages import NONCE_BYTES, NONCE_TEXT_LENGTH, Hello, Version, error_body, is_proof, proof, read
+from .parts import IncomingParts, OutgoingParts, SentBody
 from .shared import Shared
 
 _log = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ class Connection(LinkHandler):
         self._out: list[bytes] = []
         self.out_bytes = 0
         """Bytes of the frames that wait to be sent."""
+        self._parts_out, self._sends_parts = OutgoingParts(), False
+        self._parts_in = IncomingParts(self.options.message_limit_bytes + framing.HEADROOM_BYTES)
         self._blocked: list[Wakeup] = []
         self._was_heard = self._has_sent = False
         self._silent_s = 0.0
@@ -98,6 +101,23 @@ class Connection(LinkHandler):
             self.out_bytes += sum(map(len, parts))
             self.wants_output()
 
+    @property
+    def takes_parts(self) -> bool:
+        """Whether the other side takes long bodies in parts."""
+        return self._parts_out.limit_bytes > 0
+
+    def send_in_parts(self, body: SentBody) -> None:
+        """Send a body of a CALL or of ITEMS in parts, between what else is sent. No more of its stream may be sent
+        until it is sent, or taken back."""
+        if self.reason is None:
+            self._parts_out.add(body)
+            self._sends_parts = True
+            self.wants_output()
+
+    def take_back(self, body: SentBody) -> None:
+        """Send no more of the body: its stream ends."""
+        self._parts_out.remove(body)
+
     def wants_output(self) -> None:
         """There is something to be sent."""
         if self._link is not None:
@@ -120,12 +140,20 @@ class Connection(LinkHandler):
     def output(self) -> bytes:
         self._has_sent = True
         self._gather(self._out)
+        if self._sends_parts:
+            self._put_part()
         out = b"".join(self._out)
         self._out.clear()
         self.out_bytes = 0
         if self._blocked:
             self._wake_blocked()
         return out
+
+    def _put_part(self) -> None:
+        self._sends_parts = bool(self._parts_out)
+        if self._sends_parts:
+            self._out += self._parts_out.next_part()
+            self.wants_output()
 
     def _wake_blocked(self) -> None:
         blocked, self._blocked = self._blocked, []
@@ -147,6 +175,7 @@ class Connection(LinkHandler):
             message_limit_bytes=options.message_limit_bytes,
             window_items=options.window_items,
             window_bytes=options.window_bytes,
+            has_parts=True,
         )
         self.send(framing.HELLO, 0, to_msgpack(hello))
         self._timer = self._scheduler.schedule_relative(options.connect_timeout_s, self._check_open)
@@ -187,11 +216,12 @@ class Connection(LinkHandler):
         if not self.is_caller:  # a worker proves nothing to those without the token
             self._send_proof(self.other)
         self._reader.handlers = {
-            framing.BEAT: lambda *_: None,
+            framing.BEAT: lambda *_: self._parts_in.on_beat(),
             framing.ERROR: self._on_refusal,
             **self._stream_handlers(),
         }
         self._reader.limit_bytes = self.options.message_limit_bytes + framing.HEADROOM_BYTES
+        self._parts_out.limit_bytes = self.other.message_limit_bytes if self.other.has_parts else 0
         self.is_open = True
         self._timer.dispose()
         self._timer = self._scheduler.schedule_relative(self.options.heartbeat_s, self._beat)
@@ -231,6 +261,11 @@ class Connection(LinkHandler):
         self._silent_s = 0.0 if self._was_heard else self._silent_s + options.heartbeat_s
         if self._silent_s >= max(options.lost_after_s, 3 * self.other.heartbeat_ms / 1000):
             self.fail(TransportError(f"{self.peer} has been silent for {self._silent_s:g} s"))
+            return
+        try:
+            self._parts_in.check()
+        except InvalidMessage as error:
+            self.fail(error)
             return
         if not self._has_sent:
             self.send(framing.BEAT, 0)
@@ -301,6 +336,8 @@ class Connection(LinkHandler):
             self.is_open = False
             self._reader.close()
             self._timer.dispose()
+            self._parts_out.clear()
+            self._parts_in.clear()
             self._ended(reason)
             self._wake_blocked()
             self._settled.set()

@@ -38,6 +38,8 @@ STOP: Final = 10
 KILL: Final = 11
 CLOSE: Final = 12
 """Caller: as KILL, but its reader has left without a kill."""
+PART: Final = 13
+"""A part of a body: of a CALL by the caller, of ITEMS by the worker. Only to a side that takes parts."""
 
 NIL: Final = b"\xc0"
 _ARRAY_OF_3, _UINT32 = 0x93, 0xCE

@@ -35,6 +35,8 @@ class Hello:
     """Items of a stream that this side takes unread."""
     window_bytes: U64
     """Bytes of them."""
+    has_parts: bool = False
+    """Whether this side takes long bodies in parts."""
 
 
 @frozen

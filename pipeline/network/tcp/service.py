@@ -24,6 +24,7 @@ from .connection import Connection
 from .framing import Handler
 from .links import HIGH_WATER_BYTES
 from .messages import CallHead, error_body, read
+from .parts import PART_BYTES, SentBody
 from .shared import Shared
 
 _log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class ServedConnection(Connection):
     def _stream_handlers(self) -> Mapping[int, Handler]:
         return {
             framing.CALL: self._on_call,
+            framing.PART: self._on_part,
             framing.CREDIT: self._on_credit,
             framing.STOP: self._on_stop,
             framing.KILL: self._on_kill,
@@ -84,9 +86,21 @@ class ServedConnection(Connection):
         }
 
     def _on_call(self, stream: int, body: bytes) -> None:
+        self._open(stream)
+        self._begin(stream, body)
+
+    def _on_part(self, stream: int, part: bytes) -> None:
+        if stream not in self._parts_in:
+            self._open(stream)
+        if (body := self._parts_in.take(stream, part)) is not None:
+            self._begin(stream, body)
+
+    def _open(self, stream: int) -> None:
         if stream <= self._last_stream:
             raise InvalidMessage(f"stream {stream} was opened twice")
         self._last_stream = stream
+
+    def _begin(self, stream: int, body: bytes) -> None:
         if self.waiting_parts > _UNREAD_PARTS:
             raise InvalidMessage("more calls than it reads answers")
         if len(self._calls) >= self.options.calls_max:
@@ -114,11 +128,13 @@ class ServedConnection(Connection):
             call.stop()
 
     def _on_kill(self, stream: int, body: bytes) -> None:
+        self._parts_in.drop(stream)
         if (call := self._call(stream)) is not None:
             call.was_stopped = True
             call.cancel()
 
     def _on_close(self, stream: int, body: bytes) -> None:
+        self._parts_in.drop(stream)
         if (call := self._call(stream)) is not None:
             call.cancel()
 
@@ -132,7 +148,8 @@ class ServedCall:
 
     __slots__ = (
         "_body", "_bytes_out", "_connection", "_context", "_is_over", "_items_out", "_joined", "_joined_bytes",
-        "_limit_bytes", "_stream", "_wakeup", "_window_bytes", "_window_items", "was_stopped",
+        "_limit_bytes", "_sending", "_stream", "_wakeup", "_whole_bytes", "_window_bytes", "_window_items",
+        "was_stopped",
     )  # fmt: skip
 
     was_stopped: bool
@@ -147,6 +164,8 @@ class ServedCall:
         self._context: Context[Any] = Context(None, id="")
         self._wakeup: Wakeup | None = None
         self._limit_bytes = min(options.message_limit_bytes, other.message_limit_bytes)
+        self._whole_bytes = min(PART_BYTES, self._limit_bytes) if connection.takes_parts else self._limit_bytes
+        self._sending: SentBody | None = None
         self._window_items, self._window_bytes = other.window_items, other.window_bytes
         self._items_out = self._bytes_out = 0  # sent and not yet given back as credit
         self._joined: list[bytes] = []
@@ -171,6 +190,7 @@ class ServedCall:
             self.fail(to_error(error))
         finally:
             self._is_over = True
+            self._take_back()
             self._connection.remove(self._stream)
 
     # -- what the caller does
@@ -185,6 +205,7 @@ class ServedCall:
         self._is_over = True
         self._joined.clear()
         self._joined_bytes = 0
+        self._take_back()
         self._context.kill()
         self._wake()
 
@@ -221,8 +242,8 @@ class ServedCall:
         Return whether another one may be sent now; else `room` waits until one may.
         """
         size_bytes = len(item)
-        if size_bytes > self._limit_bytes:
-            raise MessageTooLarge(size_bytes=size_bytes, limit_bytes=self._limit_bytes)
+        if size_bytes > self._whole_bytes:
+            return self._send_in_parts(item)
         if self._is_over:
             return True
         connection = self._connection
@@ -241,6 +262,26 @@ class ServedCall:
             and self._bytes_out < self._window_bytes
             and (connection.out_bytes <= HIGH_WATER_BYTES or not connection.is_full)
         )
+
+    def _send_in_parts(self, item: bytes) -> bool:
+        """Send an item too long for one frame, behind those before it. There is no room until it is sent."""
+        if len(item) > self._limit_bytes:
+            raise MessageTooLarge(size_bytes=len(item), limit_bytes=self._limit_bytes)
+        if self._is_over:
+            return True
+        assert self._wakeup is not None, "the call runs"
+        self._put_joined()
+        prefix = framing.list_header(1)
+        self._items_out += 1
+        self._bytes_out += len(prefix) + len(item)
+        self._sending = SentBody(item, lambda: self._stream, self._wakeup, prefix)
+        self._connection.send_in_parts(self._sending)
+        return False
+
+    def _take_back(self) -> None:
+        if self._sending is not None:
+            self._connection.take_back(self._sending)
+            self._sending = None
 
     def joined(self, out: list[bytes]) -> None:
         """Add the frame of the items that have come together, if there are any."""
@@ -267,6 +308,7 @@ class ServedCall:
         return (
             self._items_out < self._window_items
             and self._bytes_out < self._window_bytes
+            and (self._sending is None or self._sending.is_sent)
             and not self._connection.is_full
         )
 
@@ -300,5 +342,6 @@ class ServedCall:
 
     def _finish(self, kind: int, body: bytes = framing.NIL) -> None:
         self._put_joined()
+        self._take_back()
         self._send(kind, body)
         self._is_over = True

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import CannotConnect, Context, Disconnected, PenstockError
-from pipeline.network.tcp import Address, TcpOptions, framing, service
+from pipeline.network.tcp import Address, framing, service
+from pipeline.network.tcp.parts import part_frame
 from pipeline.testing import OpenStreams, ScriptedEngine, Stall
 from pipeline.wire import to_msgpack
 from tests.pipeline.network.tcp.worlds import (
@@ -24,6 +25,7 @@ from tests.pipeline.network.tcp.worlds import (
     proves_itself,
     raw_caller,
     raw_worker,
+    read_from,
     settled,
 )
 
@@ -38,8 +40,14 @@ heads = st.dictionaries(st.sampled_from(["metadata", "trace", "is_stopped", "pay
 )
 bodies = values.map(to_msgpack) | st.binary(min_size=1, max_size=20) | heads.map(to_msgpack)
 any_frames = st.builds(frame, st.integers(0, 14), st.integers(0, 4) | st.just(2**32 - 1), bodies)
+any_parts = st.builds(
+    lambda stream, size, part: b"".join(part_frame(stream, size, part)),
+    st.integers(0, 4),
+    st.integers(0, 40) | st.just(2**32 - 1),
+    st.binary(max_size=20) | st.just(to_msgpack(CALL_HEAD)[:20]),
+)
 noise = st.binary(min_size=1, max_size=40)
-talk = st.lists(any_frames | noise, min_size=1, max_size=6)
+talk = st.lists(any_frames | any_parts | noise, min_size=1, max_size=6)
 
 
 async def expect_service(world: Pair, engine: Any) -> None:
@@ -212,30 +220,6 @@ async def test_a_missing_end_and_items_that_cannot_be_read_are_errors(sent: list
     """The link ends in order, but the stream has not."""
     with pytest.raises(PenstockError, match=text or "was lost"):
         await read_from(sent)
-
-
-async def read_from(sent: list[bytes], options: TcpOptions = OPTIONS) -> list[Any]:
-    """Return the answer of a worker that sends these frames to the call, then ends the connection."""
-    peer = RawPeer()
-
-    async def answers() -> None:
-        await proves_itself(peer)
-        peer.send(*sent)
-        await settled()
-        if peer.link is not None:
-            peer.link.close()
-
-    items: list[Any] = []
-    errors: list[PenstockError] = []
-    async with pair(options) as world, raw_worker(world, lambda: peer) as engine, anyio.create_task_group() as tasks:
-        tasks.start_soon(answers)
-        try:
-            items = await (await engine.generate(Context(None))).collect()
-        except PenstockError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-    return items
 
 
 async def test_late_frames_of_a_closed_stream_are_no_fault() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 from attrs import define, evolve, frozen
 
-from pipeline import AsyncEngine
+from pipeline import AsyncEngine, Context, PenstockError
 from pipeline.network.names import EndpointId, Instance
 from pipeline.network.requests import Serving
 from pipeline.network.tcp import Address, Link, LinkHandler, TcpOptions, TcpRequestPlane, framing, messages
@@ -151,9 +151,9 @@ async def raw_worker(world: Pair, accept: Callable[[], RawPeer]) -> AsyncIterato
     await listener.close()
 
 
-async def proves_itself(peer: RawPeer) -> None:
+async def proves_itself(peer: RawPeer, **changed: Any) -> None:
     """Exchange the first frames as the worker that a plane connects to."""
-    peer.send(hello())
+    peer.send(hello(**changed))
     with anyio.fail_after(1):
         while len(peer.frames()) < 2:  # noqa: ASYNC110  # there is no event for it
             await anyio.sleep(0.001)
@@ -165,3 +165,27 @@ async def settled() -> None:
     """Return when what is under way has arrived and has been answered."""
     for _ in range(5):
         await anyio.sleep(0.001)
+
+
+async def read_from(sent: list[bytes], options: TcpOptions = OPTIONS) -> list[Any]:
+    """Return the answer of a worker that sends these frames to the call, then ends the connection."""
+    peer = RawPeer()
+
+    async def answers() -> None:
+        await proves_itself(peer)
+        peer.send(*sent)
+        await settled()
+        if peer.link is not None:
+            peer.link.close()
+
+    items: list[Any] = []
+    errors: list[PenstockError] = []
+    async with pair(options) as world, raw_worker(world, lambda: peer) as engine, anyio.create_task_group() as tasks:
+        tasks.start_soon(answers)
+        try:
+            items = await (await engine.generate(Context(None))).collect()
+        except PenstockError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return items
