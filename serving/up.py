@@ -85,8 +85,12 @@ class Sockets:
         return found
 
 
-def programs_of(plan: Plan, url: str, environment: Mapping[str, str], sockets: Sockets) -> list[Program]:
-    """Return the programs of workers and front ends for the runtime at the URL."""
+def programs_of(plan: Plan, url: Callable[[], str], environment: Mapping[str, str], sockets: Sockets) -> list[Program]:
+    """Return the programs of workers and front ends. `url` is called at each start, for that of the runtime."""
+
+    def runtime() -> list[str]:
+        return [f"--runtime={url()}"]
+
     ends = ShutdownTimes.from_environment(environment)
     hand_over_s = HAND_OVER.of(environment) or SHARED_HAND_OVER_S
     front_s = hand_over_s + GRACE.of(environment) + ends.timeout_s + _CLOSE_S + _SLACK_S
@@ -95,15 +99,15 @@ def programs_of(plan: Plan, url: str, environment: Mapping[str, str], sockets: S
     for kind, values in (("prefill", plan.prefill_values), ("worker", plan.worker_values)):
         for number, each in enumerate(values, 1):
             name = f"{kind}-{number}"
-            command = plan.command_of("worker", {**each, "runtime": url})
+            command = plan.command_of("worker", each)
             own = {"status": sockets.of(name)}
-            found.append(Program(name, command, environment, WORKERS, end_s=worker_s, sockets=own))
+            found.append(Program(name, command, environment, WORKERS, end_s=worker_s, sockets=own, arguments=runtime))
     for number in range(1, plan.frontends + 1):
         name = f"frontend-{number}"
-        command = plan.command_of("serve", {"runtime": url, "processes": 1})
+        command = plan.command_of("serve", {"processes": 1})
         own = {"http": sockets.http, "admin": sockets.of(name)}
         variables = {**environment, PORT_SHARES: f"{number - 1}:{sockets.shares}"}
-        found.append(Program(name, command, variables, FRONTENDS, end_s=front_s, sockets=own))
+        found.append(Program(name, command, variables, FRONTENDS, end_s=front_s, sockets=own, arguments=runtime))
     return found
 
 
@@ -126,33 +130,33 @@ def run_up(plan: Plan, options: ServerOptions, environment: Mapping[str, str]) -
             run(lambda: _supervise(programs, url, options, environment, folder, sockets, admin, watch), watch)
 
 
-def _runtime(plan: Plan, folder: Path, environment: Mapping[str, str]) -> tuple[list[Program], str]:
-    """Return the broker, if one is started, and the URL of the runtime."""
-    if plan.runtime is not None:
-        return [], plan.runtime
+def _runtime(plan: Plan, folder: Path, environment: Mapping[str, str]) -> tuple[list[Program], Callable[[], str]]:
+    """Return the broker, if one is started, and what returns the URL of the runtime once the broker serves."""
+    if (given := plan.runtime) is not None:
+        return [], lambda: given
     if plan.broker == "file":
-        return [], f"file:{folder / 'runtime'}"
-    from pipeline.network.nats import NatsServer, NatsServerOptions
+        return [], lambda: f"file:{folder / 'runtime'}"
+    from pipeline.network.nats import NatsServer, NatsServerOptions, nats_server_program
 
-    with listen(_LOOPBACK, 0) as free:
-        port: int = free.getsockname()[1]
     token = environment.get(RUNTIME_TOKEN, "").strip() or None
-    server = NatsServer(folder / "nats", NatsServerOptions(host=_LOOPBACK, port=port, token=token))
+    server = NatsServer(folder / "nats", NatsServerOptions(host=_LOOPBACK, token=token))
+
+    def arguments() -> list[str]:
+        return server.command()[1:]
 
     async def probe() -> str:
-        while True:
-            try:
-                async with await anyio.connect_tcp(_LOOPBACK, port):
-                    return f"nats-server at {server.url}"
-            except OSError:
-                await anyio.sleep(_PROBE_EVERY_S)
+        while not server.find_port():  # noqa: ASYNC110  # what it waits for happens in another process
+            await anyio.sleep(_PROBE_EVERY_S)
+        return f"nats-server at {server.url}"
 
-    return [Program("broker", server.command(), environment, BROKER, is_awaited=True, probe=probe)], server.url
+    command = [nats_server_program()]
+    broker = Program("broker", command, environment, BROKER, is_awaited=True, probe=probe, arguments=arguments)
+    return [broker], lambda: server.url
 
 
 async def _supervise(
     programs: Sequence[Program],
-    url: str,
+    url: Callable[[], str],
     options: ServerOptions,
     environment: Mapping[str, str],
     folder: Path,
@@ -167,7 +171,7 @@ async def _supervise(
         if program.stage == FRONTENDS and not serves.is_set():
             serves.set()
             what = line.partition("; admin at")[0]  # the one of this front end alone
-            what += f"; admin at {url_of(admin_listener)}; runtime {url}"
+            what += f"; admin at {url_of(admin_listener)}; runtime {url()}"
             with suppress(OSError):  # nobody reads it: the deployment serves all the same
                 echo(what)
             notify_ready(environment, what)

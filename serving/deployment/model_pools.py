@@ -7,6 +7,7 @@ first worker      ──► the pool's graph is opened and offered
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -177,5 +178,9 @@ def folder_of(facts: ServerFacts, config: GraphConfig) -> Path | None:
 
 def no_tokenizer(facts: ServerFacts) -> InvalidArgument:
     where = "shows no folder" if facts.root is None else f"has it from {facts.root!r}, which is no folder here"
-    text = f"the tokenizer of {facts.model!r} is not on this machine: its server {where}"
+    name = shlex.quote(facts.model)
+    text = (
+        f"the tokenizer of {facts.model!r} is not on this machine: its server {where}. Give a folder with its"
+        f" tokenizer by --model-path FOLDER, or --upstream-model-path {name}=FOLDER"
+    )
     return InvalidArgument(text, field="model_path")

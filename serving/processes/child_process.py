@@ -53,7 +53,16 @@ class LaunchedProcesses:
             files = {name: each.fileno() for name, each in program.sockets.items()}
             sockets = ",".join(f"{name}={file}" for name, file in files.items())
             process = await anyio.open_process(
-                [sys.executable, "-I", "-S", _BOUND_EXEC, str(os.getpid()), sockets, *program.command],
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    _BOUND_EXEC,
+                    str(os.getpid()),
+                    sockets,
+                    *program.command,
+                    *program.arguments(),
+                ],
                 stdin=DEVNULL,
                 stdout=PIPE,
                 stderr=STDOUT,

@@ -53,6 +53,8 @@ class Program:
     """Listening sockets that it inherits, by name."""
     probe: Callable[[], Awaitable[str]] | None = None
     """Returns, with a line for people, once the program serves. None: the program notifies the group itself."""
+    arguments: Callable[[], Sequence[str]] = tuple
+    """Returns further arguments at each start: what is known only once lower stages serve."""
 
 
 @frozen

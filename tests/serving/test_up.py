@@ -8,18 +8,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import trustme
+from attrs import evolve
 
 from pipeline import InvalidArgument
 from pipeline.network.tcp import TcpRequestPlane
+from serving import up
 from serving.child_commands import command_of
 from serving.cli import commands
 from serving.cli.started_programs import check_of_workers, plan_of, routed, worker_values
 from serving.deployment import kv_router_config
 from serving.http import group_app
 from serving.listeners import listen
-from serving.processes import ProgramState
+from serving.processes import Program, ProgramState
 from serving.runtimes import runtime_of
 from serving.settings import RUNTIME_TOKEN, RuntimeOptions, ServedGraph, ServerOptions, Settled
 from serving.socket import PORT_SHARES
@@ -37,6 +40,16 @@ def settled(command: str = "up", environment: Mapping[str, str] | None = None, *
 def given(of: Settled, name: str = "worker", **own: Any) -> list[str]:
     """The arguments of a program that this one starts."""
     return command_of(name, commands[name].settings(), of, own)[4:]
+
+
+def url() -> str:
+    """The URL of the runtime."""
+    return URL
+
+
+def line_of(program: Program) -> list[str]:
+    """The arguments that a program is started with."""
+    return [*program.command, *program.arguments()][4:]
 
 
 @pytest.fixture
@@ -90,7 +103,7 @@ def test_the_command_of_a_program_gives_back_its_settings() -> None:
 def test_a_deployment_has_its_workers_prefill_workers_and_front_ends(sockets: Sockets) -> None:
     found = settled(engine="mocker", workers="2", prefill_workers="1", frontends="2", host="::1", router="kv")
     plan = plan_of(found, 2, None, **worker_values(found.made(ServedGraph), found))
-    programs = programs_of(plan, URL, {"A": "b"}, sockets)
+    programs = programs_of(plan, url, {"A": "b"}, sockets)
     assert [(each.name, each.stage) for each in programs] == [
         ("prefill-1", WORKERS),
         ("worker-1", WORKERS),
@@ -98,10 +111,10 @@ def test_a_deployment_has_its_workers_prefill_workers_and_front_ends(sockets: So
         ("frontend-1", FRONTENDS),
         ("frontend-2", FRONTENDS),
     ]
-    prefill, worker, _, front, other = (each.command[4:] for each in programs)
+    prefill, worker, _, front, other = map(line_of, programs)
     assert prefill == ["mocker", "--disaggregation-mode=prefill", f"--runtime={URL}"]
     assert worker == ["mocker", "--disaggregation-mode=decode", "--may-prefill", f"--runtime={URL}"]
-    assert front == other == ["--router=kv", f"--runtime={URL}", "--processes=1"]
+    assert front == other == ["--router=kv", "--processes=1", f"--runtime={URL}"]
     assert [each.environment.get(PORT_SHARES) for each in programs] == [None, None, None, "0:/shares", "1:/shares"]
     assert all(each.environment["A"] == "b" for each in programs)
     assert programs[3].sockets["http"] is programs[4].sockets["http"] is sockets.http
@@ -112,24 +125,24 @@ def test_a_deployment_has_its_workers_prefill_workers_and_front_ends(sockets: So
 def test_each_server_behind_the_graph_has_a_worker(sockets: Sockets) -> None:
     found = settled(upstream=["http://a,http://b"], prefill_upstream=["http://c"], kv_connector="mooncake")
     plan = plan_of(found, 1, None, **worker_values(found.made(ServedGraph), found))
-    prefill, one, other, front = (each.command[4:] for each in programs_of(plan, URL, {}, sockets))
+    prefill, one, other, front = map(line_of, programs_of(plan, url, {}, sockets))
     mode = ["--disaggregation-mode=decode", "--may-prefill", f"--runtime={URL}"]
     assert one == ["--upstream=http://a", "--kv-connector=mooncake", *mode]
     assert other == ["--upstream=http://b", "--kv-connector=mooncake", *mode]
     assert prefill[:3:2] == ["--upstream=http://c", "--disaggregation-mode=prefill"]
-    assert front == [f"--runtime={URL}", "--processes=1"]
+    assert front == ["--processes=1", f"--runtime={URL}"]
 
 
 def test_workers_that_must_not_prefill_do_not(sockets: Sockets) -> None:
     found = settled(prefill_workers="1", enforce_disagg=True)
     plan = plan_of(found, 1, None, **worker_values(found.made(ServedGraph), found))
-    worker = programs_of(plan, URL, {}, sockets)[1]
+    worker = programs_of(plan, url, {}, sockets)[1]
     assert "--no-may-prefill" in worker.command
 
 
 def test_more_processes_of_serve_do_not_start_more_processes_themselves(sockets: Sockets) -> None:
     found = settled("serve", {"PENSTOCK_PROCESSES": "2"}, runtime=URL)
-    (front, _) = programs_of(plan_of(found, 2, URL), URL, {}, sockets)
+    (front, _) = programs_of(plan_of(found, 2, URL), url, {}, sockets)
     assert front.command[-1] == "--processes=1"
     assert front.command[1:4] == ["-m", "serving", "serve"]
 
@@ -142,11 +155,11 @@ def test_a_program_has_more_time_to_end_than_it_needs_itself(sockets: Sockets) -
     }
     found = settled()
     plan = plan_of(found, 1, None, **worker_values(found.made(ServedGraph), found))
-    worker, front = programs_of(plan, URL, environment, sockets)
+    worker, front = programs_of(plan, url, environment, sockets)
     assert worker.end_s > 205
     assert front.end_s > 307
     one_second_more = environment | {"PENSTOCK_HTTP_HAND_OVER_SECS": "8"}
-    assert programs_of(plan, URL, one_second_more, sockets)[1].end_s == front.end_s + 1
+    assert programs_of(plan, url, one_second_more, sockets)[1].end_s == front.end_s + 1
 
 
 @pytest.mark.parametrize("option", ["port", "admin_port"])
@@ -220,6 +233,25 @@ def test_front_ends_share_bookings_unless_that_is_switched_off(variables: dict[s
     assert kv_router_config(None, variables, has_replicas=True).router_replica_sync is shares
     assert kv_router_config({"router_replica_sync": False}, {}, has_replicas=True).router_replica_sync is False
     assert not kv_router_config(None, {}).router_replica_sync
+
+
+async def test_a_nats_server_finds_its_port_and_keeps_it_when_it_is_started_again(
+    sockets: Sockets, tmp_path: Path
+) -> None:
+    plan = evolve(plan_of(settled(engine="mocker"), 1, None), broker="nats")
+    (broker,), runtime = up._runtime(plan, tmp_path, {})
+    (configured,) = (Path(each) for each in broker.arguments() if each.endswith(".json"))
+    assert json.loads(configured.read_text())["port"] == -1
+    assert broker.probe is not None
+    with anyio.move_on_after(1):
+        pytest.fail(await broker.probe())  # the server has not written its ports yet
+    (tmp_path / "nats" / "nats-server_7.ports").write_text('{"nats": ["nats://127.0.0.1:4711"]}')
+    assert await broker.probe() == "nats-server at nats://127.0.0.1:4711"
+    front = programs_of(plan, runtime, {}, sockets)[-1]
+    assert front.arguments() == ["--runtime=nats://127.0.0.1:4711"]
+    broker.arguments()
+    assert json.loads(configured.read_text())["port"] == 4711
+    assert list((tmp_path / "nats").glob("*.ports")) == []
 
 
 @pytest.mark.parametrize(("is_ready", "status"), [(True, 200), (False, 503)])

@@ -129,6 +129,9 @@ async def test_a_model_without_a_tokenizer_here_is_not_served(
     async with deployment(site, folder, tmp_path, model_path=None) as (_, runtime):
         assert await runtime.discovery.models() == []
     assert "the tokenizer of 'tiny' is not on this machine" in caplog.text
+    assert "--model-path FOLDER, or --upstream-model-path tiny=FOLDER" in caplog.text
+    (level,) = {each.levelname for each in caplog.records if "tokenizer" in each.message}
+    assert level == "ERROR"
 
 
 async def test_a_folder_that_is_not_there_is_an_error_at_once(site: Site, folder: Path, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class NatsServerOptions:
     host: str = "127.0.0.1"
     """The address to listen on."""
     port: int = 0
-    """0: a free one, which the server keeps when it is started again."""
+    """0: a free one that the server finds, and keeps when it is started again."""
     token: str | None = field(default=None, repr=False)
     """The token that every client must have; None: every client is let in."""
     max_payload_bytes: int = 1024 * 1024
@@ -72,7 +72,7 @@ class NatsServer:
     folder: Path
     options: NatsServerOptions = NatsServerOptions()
     port: int = field(init=False)
-    """The port, once it is known: from the options, or after the first start."""
+    """The port, once it is known: from the options, or found by the server; see `find_port`."""
     process: Process | None = field(init=False, default=None)
     """The running process."""
 
@@ -104,6 +104,14 @@ class NatsServer:
             json.dump(self._configuration(), file)
         return [program, "--config", str(path)]
 
+    def find_port(self) -> bool:
+        """Return whether the server that was started with the last `command` listens; `port` is its own then."""
+        for ports in self.folder.glob(f"{_PROGRAM}_*.ports"):
+            with suppress(OSError, ValueError, LookupError):
+                self.port = int(json.loads(ports.read_text())["nats"][0].rpartition(":")[2])
+                return True
+        return False
+
     async def start(self) -> None:
         """Start the process and wait until it listens.
 
@@ -113,7 +121,7 @@ class NatsServer:
         self.process = await anyio.open_process(command, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
         try:
             with anyio.fail_after(self.options.start_timeout_s):
-                self.port = await self._listening(self.process)
+                await self._listening(self.process)
         except BaseException as error:
             await self.stop()
             if isinstance(error, TimeoutError):
@@ -176,12 +184,11 @@ class NatsServer:
             settings["authorization"] = {"token": options.token}
         return settings
 
-    async def _listening(self, process: Process) -> int:
-        """Return the port once the server listens; it writes a file then."""
-        ports = self.folder / f"{_PROGRAM}_{process.pid}.ports"
+    async def _listening(self, process: Process) -> None:
+        """Return once the server listens; it writes a file then."""
         while process.returncode is None:
-            with suppress(OSError, ValueError, LookupError):
-                return int(json.loads(ports.read_text())["nats"][0].rpartition(":")[2])
+            if self.find_port():
+                return
             await anyio.sleep(_LOOK_EVERY_S)
         raise self._failed(f"ended with status {process.returncode}")
 
