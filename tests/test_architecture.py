@@ -159,6 +159,7 @@ LOOPS_ALLOWED = {
     "pipeline/network/nats/broker_connection.py": {"asyncio"},
     "pipeline/foreign.py": {"asyncio"},
     "pipeline/network/tcp/asyncio_links.py": {"asyncio"},
+    "pipeline/network/tcp/asyncio_tls.py": {"asyncio"},
     "engines/worker/signals.py": {"time"},
     "engines/conformance/inspection.py": {"asyncio", "trio", "time"},
     "engines/conformance/bounded_calls.py": {"time"},

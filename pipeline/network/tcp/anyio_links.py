@@ -17,15 +17,14 @@ from pipeline.loop import Wakeup
 from pipeline.rx import AnyIOScheduler, Disposable, DisposableBase
 
 from ..log_limit import LogLimit
-from .links import Address, Link, LinkHandler, Listener
+from .handshakes import Handshakes
+from .links import ACCEPT_PAUSE_S, Address, Link, LinkHandler, Listener
 
 _log = logging.getLogger(__name__)
 
 _READ_BYTES = 256 * 1024
 _BROKEN = (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream, OSError)
 """What a stream raises once it has ended; under TLS the writer may see its end as well."""
-_ACCEPT_PAUSE_S = 0.1
-"""Seconds after a connection that could not be accepted."""
 
 
 class StreamLink(Link):
@@ -89,8 +88,15 @@ class StreamLink(Link):
 class StreamListener(Listener):
     """Accepts connections in a task."""
 
-    def __init__(self, address: Address, sockets: MultiListener[Any], scheduler: AnyIOScheduler) -> None:
+    def __init__(
+        self,
+        address: Address,
+        sockets: MultiListener[Any],
+        scheduler: AnyIOScheduler,
+        handshakes: Handshakes | None = None,
+    ) -> None:
         self.address = address
+        self._handshakes = handshakes
         self._sockets = sockets
         self._scheduler = scheduler
         self._task: DisposableBase = Disposable()
@@ -121,11 +127,15 @@ class StreamListener(Listener):
     ) -> None:
         faults = LogLimit(_log)
         while True:
+            if self._handshakes is not None:
+                await self._handshakes.place()
             try:
                 stream = await one.accept()
             except anyio.BrokenResourceError as error:  # no file descriptor is free, or the caller has left again
+                if self._handshakes is not None:
+                    self._handshakes.end()
                 faults.warning("%s: a connection cannot be accepted: %s", self.address, error.__cause__)
-                await anyio.sleep(_ACCEPT_PAUSE_S)
+                await anyio.sleep(ACCEPT_PAUSE_S)
             else:
                 tasks.start_soon(handle, stream)
 
@@ -152,13 +162,17 @@ async def listen(
 ) -> StreamListener:
     """Accept connections. A side whose TLS is not done in time is never accepted."""
 
+    handshakes: Handshakes | None = None
+
     async def handle(stream: ByteStream) -> None:
-        if context is not None:
+        if context is not None and handshakes is not None:
             try:
                 with anyio.fail_after(handshake_timeout_s):
                     stream = await _wrapped(stream, context, None)
             except OSError:
                 return
+            finally:
+                handshakes.end()
         _start(scheduler, stream, accept())
 
     sockets: MultiListener[Any]
@@ -167,7 +181,8 @@ async def listen(
     else:
         sockets = await anyio.create_tcp_listener(local_host=address.host, local_port=address.port, backlog=1024)
         address = Address(address.host, sockets.extra(SocketAttribute.local_port))
-    listener = StreamListener(address, sockets, scheduler)
+    handshakes = None if context is None else Handshakes(str(address))
+    listener = StreamListener(address, sockets, scheduler, handshakes)
     listener.serve(handle)
     return listener
 

@@ -12,7 +12,7 @@ from anyio.lowlevel import cancel_shielded_checkpoint
 
 from .links import HIGH_WATER_BYTES, Address, Link, LinkHandler, Listener
 
-_BACKLOG = 1024
+BACKLOG = 1024
 
 
 class AsyncioLink(Link, asyncio.Protocol):
@@ -104,25 +104,16 @@ async def dial(address: Address, handler: LinkHandler, context: ssl.SSLContext |
         )
 
 
-async def listen(
-    address: Address, accept: Callable[[], LinkHandler], context: ssl.SSLContext | None, handshake_timeout_s: float
-) -> AsyncioListener:
-    """Accept connections. A side whose TLS is not done in time is never accepted."""
+async def listen(address: Address, accept: Callable[[], LinkHandler]) -> AsyncioListener:
+    """Accept connections without TLS."""
     loop = asyncio.get_running_loop()
 
     def made() -> AsyncioLink:
         return AsyncioLink(accept)
 
     if address.path:
-        return AsyncioListener(await loop.create_unix_server(made, address.path, backlog=_BACKLOG), address)
-    server = await loop.create_server(
-        made,
-        address.host,
-        address.port,
-        ssl=context,
-        ssl_handshake_timeout=None if context is None else handshake_timeout_s,
-        backlog=_BACKLOG,
-    )
+        return AsyncioListener(await loop.create_unix_server(made, address.path, backlog=BACKLOG), address)
+    server = await loop.create_server(made, address.host, address.port, backlog=BACKLOG)
     port = server.sockets[0].getsockname()[1]
     return AsyncioListener(server, Address(address.host, port))
 

@@ -20,6 +20,8 @@ from pipeline import InvalidArgument
 
 HIGH_WATER_BYTES = 256 * 1024
 """Bytes handed to a socket and not yet sent, above which no more output is taken."""
+ACCEPT_PAUSE_S = 0.1
+"""Seconds after a connection that could not be accepted."""
 
 
 @frozen

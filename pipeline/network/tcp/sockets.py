@@ -8,6 +8,7 @@ from pipeline.rx import AnyIOScheduler
 
 from ...loop import running_loop
 from . import anyio_links, asyncio_links
+from .asyncio_tls import listen_with_tls
 from .links import Address, LinkHandler, Listener, Network
 from .options import TcpOptions
 from .tls import TlsContexts
@@ -32,8 +33,10 @@ class SocketNetwork(Network):
     async def listen(self, address: Address, accept: Callable[[], LinkHandler]) -> Listener:
         context = None if address.path or self._tls is None else self._tls.worker
         timeout_s = self._options.connect_timeout_s
+        if _is_asyncio() and context is not None:
+            return await listen_with_tls(self._scheduler, address, accept, context, timeout_s)
         if _is_asyncio():
-            return await asyncio_links.listen(address, accept, context, timeout_s)
+            return await asyncio_links.listen(address, accept)
         return await anyio_links.listen(self._scheduler, address, accept, context, timeout_s)
 
 

@@ -9,7 +9,7 @@ import ssl
 import stat
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from attrs import evolve, frozen
 
 from pipeline import AsyncEngine, CannotConnect, Context, Disconnected, InvalidArgument
 from pipeline.network.names import EndpointId, Instance
-from pipeline.network.tcp import TcpOptions, TcpRequestPlane, framing
+from pipeline.network.tcp import TcpOptions, TcpRequestPlane, framing, handshakes
 from pipeline.rx import AnyIOScheduler
 from pipeline.testing import OpenStreams, ScriptedEngine, Stall, check_engine
 from tests.pipeline.network.tcp.worlds import RawPeer, frame, hello, proof
@@ -121,10 +121,14 @@ def _exists(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_a_connection_that_is_accepted_while_the_plane_closes_is_left_open_by_nobody(turns: int) -> None:
+@pytest.mark.parametrize("has_tls", [False, True])
+async def test_a_connection_that_is_accepted_while_the_plane_closes_is_left_open_by_nobody(
+    turns: int, has_tls: bool, tmp_path: Path
+) -> None:
     """What is left open is a ResourceWarning once it is collected, and those fail the tests."""
+    options = tls(files(tmp_path, "worker.test", trustme.CA())) if has_tls else TCP
     async with AnyIOScheduler() as scheduler:
-        plane = TcpRequestPlane(scheduler, TCP)
+        plane = TcpRequestPlane(scheduler, options)
         await plane.open()
         host, _, port = plane.transport["tcp"].rpartition(":")
         with socket.create_connection((host, int(port)), timeout=5) as caller:
@@ -168,12 +172,17 @@ async def test_a_port_that_is_taken_is_named() -> None:
             await TcpRequestPlane(scheduler, evolve(TCP, port=port)).open()
 
 
-@pytest.mark.parametrize("anyio_backend", [LOOPS["trio"]], ids=["trio"])
+@pytest.mark.parametrize(
+    ("anyio_backend", "has_tls"),
+    [(LOOPS["trio"], False), (LOOPS["trio"], True), (LOOPS["asyncio"], True)],
+    ids=["trio", "trio-tls", "asyncio-tls"],
+)
 async def test_without_a_free_file_descriptor_callers_wait(
-    caplog: pytest.LogCaptureFixture, anyio_backend: tuple[str, dict[str, Any]]
+    caplog: pytest.LogCaptureFixture, anyio_backend: tuple[str, dict[str, Any]], has_tls: bool, tmp_path: Path
 ) -> None:
-    """On asyncio it is the loop that waits."""
-    async with planes(TCP) as both:
+    """On asyncio without TLS it is the loop that waits."""
+    options = tls(files(tmp_path, "worker.test", trustme.CA())) if has_tls else TCP
+    async with planes(options) as both:
         _, engine = await both.serve(ScriptedEngine([1]))
         port = int(both.worker.transport["tcp"].rpartition(":")[2])
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -251,6 +260,33 @@ async def test_a_side_without_tls_gets_no_connection(worker_has_tls: bool, tmp_p
         with pytest.raises(CannotConnect):
             await answer(engine)
     assert local.requests == []
+
+
+async def test_tls_handshakes_under_way_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Callers beyond them wait: those that send nothing lose their places after a while, or when they leave."""
+    monkeypatch.setattr(handshakes, "HANDSHAKES_MAX", 2)
+    worker = evolve(tls(files(tmp_path, "worker.test", authority := trustme.CA())), connect_timeout_s=1.0)
+    caller = evolve(tls(files(tmp_path, "caller.test", authority)), connect_timeout_s=20.0)
+    async with planes(worker, caller) as both:
+        _, engine = await both.serve(ScriptedEngine([1]))
+        port = int(both.worker.transport["tcp"].rpartition(":")[2])
+        with ExitStack() as opened:
+            for _ in range(2):
+                opened.enter_context(socket.create_connection(("127.0.0.1", port)))
+            begun_s = anyio.current_time()
+            assert await answer(engine) == [1]
+            assert anyio.current_time() - begun_s > 0.5
+            assert "no more connections are accepted until TLS handshakes have ended" in caplog.text
+        for _ in range(4):  # a place for each is free again
+            socket.create_connection(("127.0.0.1", port)).close()
+        (connection,) = both.caller._outgoing.connections()
+        connection.abort()
+        await eventually(lambda: connection.is_closed)
+        begun_s = anyio.current_time()
+        assert await answer(engine) == [1]
+        assert anyio.current_time() - begun_s < 0.9
 
 
 async def test_without_an_authority_a_caller_checks_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
