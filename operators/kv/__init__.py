@@ -22,6 +22,7 @@ from .reservation import ends_badly
 from .router import KvRouter, kv_router
 from .selection import WorkerType
 from .service import RouterService
+from .session_peers import shared_sessions
 from .types import WorkerRank
 
 __all__ = [
@@ -60,4 +61,5 @@ __all__ = [
     "recovery_workers",
     "share_hashes",
     "shared_bookings",
+    "shared_sessions",
 ]

@@ -14,6 +14,7 @@ from pipeline.protocols.card import ModelRuntimeConfig
 from ..pool import Configs, InstanceHealth, PoolView, PoolViews
 from .eligibility import Candidates, WorkerPool, worker_ranks
 from .request import RouteRequest
+from .types import WorkerRank
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +68,10 @@ class RouterPool:
         if not self._view.routable:
             self._workers.retry_unreachable()
         return pool.candidates(request.rules(pool))
+
+    def has_rank(self, rank: WorkerRank) -> bool:
+        """Return whether the rank is of a worker that is there now."""
+        return rank.dp_rank in self.current().ranks.get(rank.worker_id, ())
 
     async def ready(self, workers: int) -> None:
         """Return when there are so many instances."""

@@ -10,6 +10,7 @@ clock that is given.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TypeAlias
@@ -18,6 +19,7 @@ import anyio
 from attrs import define, field, frozen
 
 from pipeline import Cancelled, Control, InvalidArgument, ResourceExhausted
+from pipeline.protocols.field_rules import InvalidRecord
 
 from .types import WorkerRank
 
@@ -26,6 +28,20 @@ SESSION_ID_BYTES_MAX = 256
 BINDINGS_MAX = 65_536
 TTL_S_MAX = 31_536_000
 REAP_EVERY_S_MAX = 30.0
+
+
+@frozen
+class SessionBinding:
+    """A session and its worker, as routers show it to each other."""
+
+    session_id: str
+    worker: WorkerRank
+    idle_s: float = 0.0
+    """Seconds since its last request ended; 0 while one runs."""
+
+    def __attrs_post_init__(self) -> None:
+        if not 0 <= self.idle_s < math.inf:
+            raise InvalidRecord("expected seconds", "idle_s")
 
 
 @define(eq=False)
@@ -92,7 +108,12 @@ class Sessions:
     now_s: Callable[[], float]
     """The time in seconds; does not go back."""
     bindings_max: int = BINDINGS_MAX
+    on_bound: Callable[[SessionBinding], object] | None = field(default=None, init=False)
+    """Called when a request here has bound a session."""
+    on_unbound: Callable[[SessionBinding], object] | None = field(default=None, init=False)
+    """Called when a request here has unbound one, whose worker is at fault."""
     _sessions: dict[str, _Session] = field(factory=dict, init=False)
+    _used: set[str] = field(factory=set, init=False)
 
     def __attrs_post_init__(self) -> None:
         if not 1 <= self.ttl_s <= TTL_S_MAX:
@@ -103,6 +124,11 @@ class Sessions:
     def reap_every_s(self) -> float:
         """How often `expire` should be called."""
         return min(self.ttl_s, REAP_EVERY_S_MAX)
+
+    @property
+    def share_every_s(self) -> float:
+        """How often other routers should get `take_used`."""
+        return min(self.ttl_s / 3, REAP_EVERY_S_MAX)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -142,6 +168,8 @@ class Sessions:
         if session.rank is None:
             return None
         session.leases += 1
+        if self.on_bound is not None:
+            self._used.add(session_id)
         return Bound(session_id, session.rank, session)
 
     def bind(self, claimed: Claimed, rank: WorkerRank) -> Bound:
@@ -154,6 +182,8 @@ class Sessions:
         if holds:
             session.rank, session.leases = rank, 1
             _wake(session)
+            if self.on_bound is not None:
+                self.on_bound(SessionBinding(claimed.session_id, rank))
         return Bound(claimed.session_id, rank, session, holds)
 
     def give_up(self, claimed: Claimed) -> None:
@@ -171,6 +201,8 @@ class Sessions:
             bound._holds = False
             bound._session.leases -= 1
             bound._session.idle_since_s = self.now_s()
+            if self.on_bound is not None:
+                self._used.add(bound.session_id)
 
     def invalidate(self, bound: Bound) -> bool:
         """Unbind the session after its worker left or failed the request. Return False if it was bound anew.
@@ -180,24 +212,49 @@ class Sessions:
         if self._sessions.get(bound.session_id) is not bound._session:
             return False
         del self._sessions[bound.session_id]
+        if self.on_unbound is not None:
+            self.on_unbound(SessionBinding(bound.session_id, bound.rank))
         return True
 
-    def observe(self, session_id: str, rank: WorkerRank, is_known: Callable[[WorkerRank], bool]) -> bool:
+    def forget(self, session_id: str, rank: WorkerRank) -> None:
+        """Take in that a replica unbound the session from that rank. Requests that run there keep their leases."""
+        session = self._sessions.get(session_id)
+        if session is not None and session.rank == rank:
+            del self._sessions[session_id]
+
+    def bindings(self) -> list[SessionBinding]:
+        """Return all bindings, for a replica that does not know them."""
+        return [self._binding(name, session) for name, session in self._sessions.items() if session.rank is not None]
+
+    def take_used(self) -> list[SessionBinding]:
+        """Return the bindings that requests here hold, or have held since the last call."""
+        used, self._used = self._used, set()
+        return [each for each in self.bindings() if each.session_id in used or self._sessions[each.session_id].leases]
+
+    def _binding(self, session_id: str, session: _Session) -> SessionBinding:
+        assert session.rank is not None, "the session is bound"
+        idle_s = 0.0 if session.leases else max(0.0, self.now_s() - session.idle_since_s)
+        return SessionBinding(session_id, session.rank, idle_s)
+
+    def observe(
+        self, session_id: str, rank: WorkerRank, is_known: Callable[[WorkerRank], bool], idle_s: float = 0.0
+    ) -> bool:
         """Take in that a replica bound the session; return whether it is bound there now.
 
         The first live binding stays, and the same one again is refreshed. An unknown rank is ignored, and so is a new
-        binding for which there is no room. The binding replaces a claim that is still open.
+        binding for which there is no room, or that is over there. The binding replaces a claim that is still open.
         """
-        if not is_known(rank):
+        if not is_known(rank) or idle_s >= self.ttl_s:
             return False
+        since_s = self.now_s() - idle_s
         session = self._live(session_id)
         if session is not None and session.rank is not None:
             if session.rank == rank:
-                session.idle_since_s = max(session.idle_since_s, self.now_s())
+                session.idle_since_s = max(session.idle_since_s, since_s)
             return session.rank == rank
         if session is None and len(self._sessions) >= self.bindings_max:
             return False
-        self._sessions[session_id] = _Session(rank, 0, self.now_s())
+        self._sessions[session_id] = _Session(rank, 0, since_s)
         if session is not None:
             _wake(session)
         return True

@@ -39,6 +39,7 @@ from operators.kv import (
     kv_router,
     recovery_workers,
     shared_bookings,
+    shared_sessions,
 )
 from pipeline import InvalidArgument, Unavailable
 from pipeline.network import EndpointId, Runtime, Workers
@@ -117,6 +118,10 @@ async def kv_stage(
         events = kv_events(runtime.events, pool.endpoint)
         async with router:
             with RouterGauges(router, meter, model=card.display_name), router.follow(events):
+                if peers is not None and router.sessions is not None:
+                    await stack.enter_async_context(
+                        shared_sessions(runtime, pool.endpoint, router.sessions, router.pool.has_rank)
+                    )
                 await router.ready()
                 yield KvPushRouter(router, metrics=counted, tracer=hosting.tracer)
 
