@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from attrs import evolve
 
-from pipeline import AsyncEngine, CannotConnect, Control, InvalidArgument
+from pipeline import AsyncEngine, CannotConnect, Control, InvalidArgument, PenstockError
 from pipeline.llm import card_from_folder, checked_file
 from pipeline.loop import time_held
 from pipeline.protocols import worker_label
@@ -139,6 +139,9 @@ class Registration:
             return
         try:
             await self.served.unpublish()
+        except PenstockError as error:
+            text = "%s/%x could not be unregistered, its lease runs out: %s"
+            _log.warning(text, self._endpoint.path, self._worker_id, error)
         except Exception:
             _log.warning("%s/%x could not be unregistered", self._endpoint.path, self._worker_id, exc_info=True)
         await self._kv_logs.withdraw()

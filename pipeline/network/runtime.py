@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 import anyio
 
-from pipeline import AsyncEngine, InvalidArgument, StreamClosed, Unavailable
+from pipeline import AsyncEngine, InvalidArgument, PenstockError, StreamClosed, Unavailable
 from pipeline.protocols.card import ModelDeploymentCard
 from pipeline.rx import AnyIOScheduler
 
@@ -98,6 +98,8 @@ class Served:
         self._is_withdrawn = True
         try:
             await self.unpublish()
+        except PenstockError as error:
+            _log.warning("%s could not be unpublished, its lease runs out: %s", self.instance, error)
         except Exception:
             _log.exception("%s could not be unpublished", self.instance)
         finally:

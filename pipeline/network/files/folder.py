@@ -70,8 +70,10 @@ class Folder:
     def require(self) -> None:
         """Raise CannotConnect unless all is there that `make` makes."""
         if not self.is_whole:
-            lacks = "no deployment is in the" if self.path.exists() else "there is no"
-            raise CannotConnect(f"{lacks} folder {self.path}")
+            if not self.path.is_dir():
+                what = f"{self.path} is no folder" if self.path.exists() else f"there is no folder {self.path}"
+                raise CannotConnect(what)
+            raise CannotConnect(f"no deployment is in the folder {self.path}")
 
     @property
     def is_whole(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -47,8 +48,17 @@ class FolderCalls:
                 except Busy:
                     await anyio.sleep(_LOCK_RETRY_S)
                 except OSError as error:
-                    raise Unavailable(f"the folder {self._path} cannot be used: {error}") from error
+                    raise Unavailable(f"the folder {self._path} cannot be used: {self._reason(error)}") from error
         raise Unavailable(f"the folder {self._path} did not answer within {CALL_TIMEOUT_S:g} s")
+
+    def _reason(self, error: OSError) -> str:
+        """Return what the system says, without its number, and which file of the folder it says it of."""
+        if isinstance(error, (FileExistsError, NotADirectoryError)):
+            return "it is no folder, or stands below a file"
+        found = error.strerror or str(error)
+        if error.filename is None or (name := Path(os.fsdecode(error.filename))) == self._path:
+            return found
+        return f"{found}: {name.relative_to(self._path) if name.is_relative_to(self._path) else name}"
 
 
 class FolderOutage:

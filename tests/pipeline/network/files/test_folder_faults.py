@@ -21,6 +21,7 @@ from pipeline.network.discovery import Gone, Put
 from pipeline.network.files import FileStore, folder_calls
 from pipeline.network.files.folder import Folder
 from pipeline.network.files.leases import Leases
+from pipeline.rx import AnyIOScheduler
 from tests.pipeline.network.files.worlds import Deployment, keys_of
 from tests.pipeline.network.worlds import TTL_S, eventually, record_watch
 
@@ -128,9 +129,46 @@ async def test_an_outage_is_logged_once_a_minute_and_at_its_end(
 @pytest.mark.parametrize("name", ["a file", "a file/folder"])
 async def test_a_folder_that_cannot_be_made_cannot_be_connected(tmp_path: Path, name: str) -> None:
     (tmp_path / "a file").write_bytes(b"")
-    with pytest.raises(CannotConnect, match="a file"):
+    with pytest.raises(CannotConnect) as caught:
         async with Deployment(tmp_path / name).store():
             pass
+    assert (
+        caught.value.message == f"the folder {tmp_path / name} cannot be used: it is no folder, or stands below a file"
+    )
+
+
+async def test_a_process_that_only_looks_is_shown_what_is_there_instead_of_a_deployment(tmp_path: Path) -> None:
+    (tmp_path / "a file").write_bytes(b"")
+    (tmp_path / "other").mkdir()
+    for name, text in (
+        ("a file", "{} is no folder"),
+        ("none", "there is no folder {}"),
+        ("other", "no deployment is in the folder {}"),
+    ):
+        async with AnyIOScheduler() as scheduler:
+            store = FileStore(tmp_path / name, scheduler, TTL_S, may_make=False)
+            with pytest.raises(CannotConnect) as caught:
+                await store.open()
+        assert caught.value.message == text.format(tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == ["a file", "other"]
+
+
+async def test_the_reason_names_the_file_and_no_number(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = deployment.path
+    async with deployment.store() as store:
+        for error, reason in (
+            (OSError(errno.EROFS, "Read-only file system", str(path / "lock")), "Read-only file system: lock"),
+            (OSError(errno.EROFS, "Read-only file system", str(path)), "Read-only file system"),
+            (OSError(errno.EACCES, "Permission denied", "/elsewhere"), "Permission denied: /elsewhere"),
+            (OSError("is not mounted"), "is not mounted"),
+        ):
+
+            def fails(error: OSError = error) -> None:
+                raise error
+
+            with pytest.raises(Unavailable) as caught:
+                await store._calls.run(fails)
+            assert caught.value.message == f"the folder {path} cannot be used: {reason}"
 
 
 # -- gone and back
