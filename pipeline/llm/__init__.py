@@ -1,6 +1,15 @@
 """What knows tokens and is no record: block hashes, model folders, request tracking."""
 
-from .block_hash import SEED, block_hash_array, block_hashes, hash_seed, media_hashes, sequence_hashes
+from .block_hash import (
+    SEED,
+    HashedTokens,
+    LocalHashes,
+    block_hash_array,
+    block_hashes,
+    hash_seed,
+    media_hashes,
+    sequence_hashes,
+)
 from .model_folder import (
     architectural_context_length,
     card_from_folder,
@@ -13,6 +22,8 @@ from .tracking import TRACKER, track_request, tracker_of
 __all__ = [
     "SEED",
     "TRACKER",
+    "HashedTokens",
+    "LocalHashes",
     "architectural_context_length",
     "block_hash_array",
     "block_hashes",

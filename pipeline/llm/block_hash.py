@@ -14,15 +14,21 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, repeat, zip_longest
 from struct import Struct
 from sys import byteorder
+from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from ..errors import InvalidArgument
 from ..protocols import BlockExtraInfo
+
+if TYPE_CHECKING:
+    _Integers = array[int]
+else:  # no generic class at run time
+    _Integers = array
 
 SEED = 1337
 
@@ -35,6 +41,37 @@ _U32 = next((code for code in "IL" if array(code).itemsize == _TOKEN_BYTES), "")
 _AT_ONCE_TOKENS = 65_536
 """So many are hashed in one piece, in about 2 ms: between two pieces other threads run."""
 _pair = Struct("<QQ").pack
+
+
+class LocalHashes(_Integers):
+    """Local hashes of a prompt, an array of u64 that keeps their sequence hashes once made. It must not change."""
+
+    __slots__ = ("chained",)
+    chained: array[int] | None
+
+    @classmethod
+    def of(cls, hashes: array[int]) -> LocalHashes:
+        """Return these hashes, with nothing chained yet."""
+        made = cls("Q", hashes)
+        made.chained = None
+        return made
+
+
+class HashedTokens(_Integers):
+    """Tokens as an array of u32 whose maker has the hashes of their blocks, or makes them for less. It must not change.
+
+    `hashes_of` is called with block size and seed and returns what `block_hash_array` would make of the tokens.
+    """
+
+    __slots__ = ("hashes_of",)
+    hashes_of: Callable[[int, int], LocalHashes]
+
+    @classmethod
+    def of(cls, tokens: bytes, hashes_of: Callable[[int, int], LocalHashes]) -> HashedTokens:
+        """Return the tokens in these bytes of u32, in the order of this machine."""
+        made = cls(_U32, tokens)
+        made.hashes_of = hashes_of
+        return made
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
@@ -72,6 +109,8 @@ def block_hash_array(
     """
     if block_size_tokens < 1:
         raise InvalidArgument(f"must be at least 1, got {block_size_tokens}", field="block_size")
+    if type(tokens) is HashedTokens and not media and not is_eagle:
+        return tokens.hashes_of(block_size_tokens, seed)
     content = token_bytes(tokens)
     step = min(block_size_tokens, len(tokens) + 1) * _TOKEN_BYTES  # a size far beyond the prompt is no struct's
     if media or is_eagle:
@@ -122,6 +161,14 @@ def sequence_hashes(local_hashes: Iterable[int], parent: int | None = None) -> l
 
     Chaining a list in pieces, each from the last hash of the one before, equals chaining it whole.
     """
+    if type(local_hashes) is LocalHashes and parent is None:
+        if local_hashes.chained is None:
+            local_hashes.chained = array("Q", _chained(local_hashes, None))
+        return local_hashes.chained.tolist()
+    return _chained(local_hashes, parent)
+
+
+def _chained(local_hashes: Iterable[int], parent: int | None) -> list[int]:
     chained = []
     for local in local_hashes:
         parent = local if parent is None else xxh3_64_intdigest(_pair(parent, local), SEED)

@@ -20,7 +20,7 @@ from attrs import define, field, frozen
 
 from pipeline import InvalidArgument
 
-from .traces import Session, Trace, TraceFormat, Turn
+from .traces import KeptHashes, Session, Trace, TraceFormat, Turn
 
 SAME_MOMENT_MS = 1e-6
 """Times this close are equal: a clock in seconds does not represent each millisecond exactly."""
@@ -43,6 +43,8 @@ class DueRequest:
     turn: Turn
     history: array[int] | None = None
     """The tokens before its own ones, in a delta trace."""
+    kept_hashes: KeptHashes | None = None
+    """Those of the trace."""
 
     @property
     def name(self) -> str:
@@ -59,8 +61,8 @@ class DueRequest:
         return [*self.history, *own] if self.history else own
 
     def packed(self) -> array[int]:
-        """Return the whole prompt as a new array of u32."""
-        own = self.turn.prompt.packed()
+        """Return the whole prompt as a new array of u32, with its hashes where it has no history."""
+        own = self.turn.prompt.packed(self.kept_hashes)
         return self.history + own if self.history else own
 
 
@@ -154,8 +156,9 @@ class Schedule:
         while self._heap and self._heap[0][0] <= now_ms + SAME_MOMENT_MS:
             due_ms, session_index, turn_index = heappop(self._heap)
             session, history = self.trace.sessions[session_index], self._open[session_index]
+            turn, kept = session.turns[turn_index], self.trace.kept_hashes
             self._in_flight.add((session_index, turn_index))
-            due.append(DueRequest(due_ms, session_index, turn_index, session, session.turns[turn_index], history))
+            due.append(DueRequest(due_ms, session_index, turn_index, session, turn, history, kept))
         self.sent_requests += len(due)
         return due
 

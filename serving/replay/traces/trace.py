@@ -8,9 +8,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from enum import StrEnum
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
-from itertools import count
+from itertools import chain, count, repeat
 from math import floor
 from random import Random
 from typing import Any
@@ -18,6 +18,9 @@ from typing import Any
 from attrs import define, evolve, field, frozen
 
 from pipeline import InvalidArgument
+from pipeline.llm import HashedTokens, LocalHashes, block_hash_array
+
+from .hashes import KeptHashes
 
 BLOCK_TOKENS = 512
 """Tokens of a hash id, by default."""
@@ -85,15 +88,32 @@ class Prompt:
         del made[self.tokens :]
         return made
 
-    def packed(self) -> array[int]:
-        """Return the tokens as a new array of u32, which takes a tenth of the time and half of the memory."""
+    def packed(self, kept: KeptHashes | None = None) -> array[int]:
+        """Return the tokens as a new array of u32, which takes a hundredth of the time and half of the memory.
+
+        It comes with its hashes, those `kept` and those that are made and kept there.
+        """
         if self.vocabulary is not None:
             return array("I", self.token_ids())
-        made = array("I")
-        for hash_id in self.hash_ids:
-            made += array("I", (hash_id,)) * self.block_size_tokens
-        del made[self.tokens :]
-        return made
+        ids, width = array("I", self.hash_ids).tobytes(), array("I").itemsize
+        size = self.block_size_tokens
+        content = b"".join([ids[at : at + width] * size for at in range(0, len(ids), width)])
+        return HashedTokens.of(content[: self.tokens * width], partial(self._hashes, kept or KeptHashes()))
+
+    def _hashes(self, kept: KeptHashes, block_size_tokens: int, seed: int) -> LocalHashes:
+        """Return the local hashes of the tokens in blocks of another size."""
+        key = id(self), block_size_tokens, seed
+        if (known := kept.find(key)) is not None:
+            return known
+        copies, rest = divmod(self.block_size_tokens, block_size_tokens)
+        if rest or not copies:
+            made = block_hash_array(array("I", self.packed()), block_size_tokens, seed=seed)
+        else:  # the blocks of one hash id are equal
+            of_ids = Prompt(self.hash_ids, len(self.hash_ids) * block_size_tokens, block_size_tokens).packed()
+            found = block_hash_array(array("I", of_ids), block_size_tokens, seed=seed)
+            made = array("Q", chain.from_iterable(map(repeat, found, repeat(copies))))
+            del made[self.tokens // block_size_tokens :]
+        return kept.keep(key, LocalHashes.of(made))
 
 
 def check_block_size(block_size_tokens: int) -> None:
@@ -182,6 +202,11 @@ class Trace:
             for part in _parts(session):
                 digest.update(part)
         return digest.hexdigest()
+
+    @cached_property
+    def kept_hashes(self) -> KeptHashes:
+        """The block hashes of its prompts, as far as they were made in this process."""
+        return KeptHashes()
 
     @property
     def requests(self) -> int:
