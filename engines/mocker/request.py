@@ -18,7 +18,7 @@ from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from pipeline import InvalidArgument, wire
 from pipeline.llm import hash_seed
@@ -27,7 +27,7 @@ from pipeline.protocols import PreprocessedRequest, StopConditions
 from ..roles import is_prefilled_elsewhere
 from .args import MockEngineArgs, WorkerType
 from .scheduling import Sequence
-from .tokens import TOP_MAX, Output
+from .tokens import TOKEN_IDS, TOP_MAX, Output
 
 ANNOTATION = "output_replay_id"
 """`output_replay_id:NAME` among a request's annotations selects the answer of that name."""
@@ -231,8 +231,10 @@ def _output(
 ) -> Output:
     if recorded is not None:
         return Output(seed, planned=recorded)
-    output = Output(seed) if args.reasoning is None else Output.thought(args.reasoning, output_tokens, seed=seed)
-    return output if token_ids is None else evolve(output, token_ids=token_ids)
+    token_ids = TOKEN_IDS if token_ids is None else token_ids
+    if args.reasoning is None:
+        return Output(seed, token_ids=token_ids)
+    return Output.thought(args.reasoning, output_tokens, seed=seed, token_ids=token_ids)
 
 
 def checked_rank(request: PreprocessedRequest, args: MockEngineArgs) -> int | None:

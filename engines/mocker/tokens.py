@@ -87,10 +87,15 @@ class Output:
         marks = {prompt_tokens + index: token for index, token in self.thinking}
         low, step, count = self.token_ids.start, self.token_ids.step, len(self.token_ids)
         factor = 1 + (first * _FIRST + self.seed) % (_PRIME - 1)
-        for at in itertools.count(prompt_tokens):
-            last = low + (at * _AT + last * _LAST) % _PRIME * factor % _PRIME % count * step
-            if marks and at in marks:
-                last = marks[at]
+        # (at * _AT + last * _LAST) * factor, with the factors multiplied beforehand.
+        by_place, by_last = _AT * factor % _PRIME, _LAST * factor % _PRIME
+        summands = itertools.count(prompt_tokens * by_place, by_place)
+        if not marks:
+            for summand in summands:
+                last = low + (summand + last * by_last) % _PRIME % count * step
+                yield last
+        for at, summand in enumerate(summands, prompt_tokens):
+            last = marks[at] if at in marks else low + (summand + last * by_last) % _PRIME % count * step
             yield last
 
 

@@ -10,7 +10,7 @@ from sys import maxsize
 from typing import Any
 
 from pipeline import ContractViolation, InvalidArgument
-from pipeline.llm import SEED, block_hashes, sequence_hashes
+from pipeline.llm import SEED, block_hash_array, sequence_hashes
 
 from ...block_pool import BlockPool
 from ..tokens import Output
@@ -22,6 +22,8 @@ AT_ONCE_TOKENS = 131_072
 
 A longer prompt is submitted after shorter ones that arrive at the same moment: up to here a replay keeps their order.
 """
+_BLOCKS_AHEAD = 16
+"""So many blocks of output are hashed at once, before their tokens are emitted."""
 
 
 class SequenceState(Enum):
@@ -152,10 +154,14 @@ class Sequence:
     def new_token_ids(self) -> list[int]:
         """Return the tokens of the last step with output."""
         outputs = self._outputs
-        if self.new_tokens == 1 and len(outputs) == self.emitted_length - self.prompt_tokens - 1:  # nearly always
-            token = next(self._output_source)
-            outputs.append(token)
-            return [token]
+        if self.new_tokens == 1:  # nearly always
+            at = self.emitted_length - self.prompt_tokens - 1
+            if at < len(outputs):
+                return [outputs[at]]
+            if at == len(outputs):
+                token = next(self._output_source)
+                outputs.append(token)
+                return [token]
         return self.output_tokens(self.emitted - self.new_tokens)
 
     def names(self, blocks: int) -> list[int]:
@@ -172,10 +178,13 @@ class Sequence:
 
     def block_tokens(self, first: int, last: int) -> list[int]:
         """Return the tokens of the full blocks from `first` to below `last`."""
+        return self._block_array(first, last).tolist()
+
+    def _block_array(self, first: int, last: int) -> array[int]:
         start, stop, prompt = first * self.block_size, last * self.block_size, self.prompt_tokens
         if stop <= prompt:
-            return list(self._prompt[start:stop])
-        return [*self._prompt[start:], *self.output_tokens(max(0, start - prompt), stop - prompt)]
+            return self._prompt[start:stop]
+        return self._prompt[start:] + array("I", self.output_tokens(max(0, start - prompt), stop - prompt))
 
     def reusable_blocks(self) -> int:
         """Return how many leading blocks may come from the cache: not the last token's, whose output is needed.
@@ -273,19 +282,17 @@ class Sequence:
         return last < whole
 
     def _hash_through(self, blocks: int) -> None:
-        """Hash all full blocks of the prompt at once, later ones one by one."""
-        known = len(self._names)
-        last = max(blocks, self.prompt_tokens // self.block_size)
-        tokens: Items[int]
-        if not known and last * self.block_size <= self.prompt_tokens:
-            tokens = self._prompt
-        else:
-            tokens = self.block_tokens(known, last)
-        self._add_hashes(tokens)
+        """Hash all full blocks of the prompt at once, later ones some ahead."""
+        if not self._names:
+            self._add_hashes(self._prompt)
+        known, size = len(self._names), self.block_size
+        if known < blocks:
+            ahead = min(known + _BLOCKS_AHEAD, (self.end - 1) // size)
+            self._add_hashes(self._block_array(known, max(blocks, ahead, self.prompt_tokens // size)))
 
     def _add_hashes(self, tokens: Items[int]) -> None:
-        fresh = block_hashes(tokens, self.block_size, seed=self._hash_seed)
-        self._token_hashes += fresh
+        fresh = block_hash_array(tokens, self.block_size, seed=self._hash_seed)
+        self._token_hashes.extend(fresh)
         self._names += sequence_hashes(fresh, self._names[-1] if self._names else None)
 
 

@@ -46,6 +46,19 @@ def test_a_thinking_request_that_moved_goes_on_as_if_it_had_stayed(
     assert generated(prompt + whole[:at], count - at, rest) == whole[at:]
 
 
+@given(prompts, st.integers(0, 2**64), st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99)), max_size=2))
+def test_a_token_follows_from_its_place_the_token_before_and_the_request(
+    prompt: list[int], seed: int, replaced: list[tuple[int, int]]
+) -> None:
+    prime, last, expected = 998_244_353, prompt[-1], list[int]()
+    factor = 1 + (prompt[0] * 411_208_127 + seed) % (prime - 1)
+    for at in range(10):
+        last = 1000 + ((at + len(prompt)) * 592_821_211 + last * 735_632_797) % prime * factor % prime % 1000
+        last = dict(replaced).get(at, last)
+        expected.append(last)
+    assert generated(prompt, 10, Output(seed, thinking=tuple(replaced))) == expected
+
+
 def test_tokens_do_not_depend_on_how_they_are_drawn() -> None:
     whole = generated([1, 2, 3], 20, Output(9))
     sequence = Sequence([1, 2, 3], 20, block_size=4, output=Output(9))

@@ -144,6 +144,31 @@ def test_names_are_the_chained_hashes_of_prompt_and_output() -> None:
     assert sequence.block_tokens(2, 4) == tokens[32:64]
 
 
+@pytest.mark.parametrize("prompt_tokens", [3, 16, 20])
+@pytest.mark.parametrize("max_output_tokens", [1, 40, 600])
+def test_output_that_is_hashed_ahead_is_emitted_as_it_is_without(prompt_tokens: int, max_output_tokens: int) -> None:
+    def emitted(hashes_ahead: bool) -> list[int]:
+        sequence, tokens = Sequence(range(prompt_tokens), max_output_tokens, block_size=BLOCK), list[int]()
+        for _ in range(max_output_tokens):
+            sequence.generate()
+            if hashes_ahead:
+                whole = (sequence.length - 1) // BLOCK
+                assert len(sequence.names(whole)) == whole
+            tokens += sequence.new_token_ids()
+        known = [*range(prompt_tokens), *tokens]
+        assert sequence.token_hashes(len(known) // BLOCK) == block_hashes(known, BLOCK)
+        return tokens
+
+    assert emitted(True) == emitted(False)
+
+
+def test_planned_output_is_hashed_no_further_than_it_goes() -> None:
+    planned = list(range(30))
+    sequence = Sequence(range(4), 30, block_size=BLOCK, output=Output(planned=planned))
+    assert sequence.names(1) == sequence_hashes(block_hashes([*range(4), *planned], BLOCK))[:1]
+    assert sequence.names(2) == sequence_hashes(block_hashes([*range(4), *planned], BLOCK))
+
+
 def test_another_hash_seed_gives_other_names() -> None:
     assert Sequence(range(16), 1, block_size=16, hash_seed=5).names(1) != Sequence(range(16), 1, block_size=16).names(1)
 
