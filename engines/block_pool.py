@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from pipeline.protocols.kv import KvCleared, KvEventData, KvRemoved, KvStored, StoredBlocks
 
@@ -138,17 +139,17 @@ class BlockPool:
             return
         self.changes += 1
         shown, own_names = self._shown, self._names
-        run: list[int] = []
-        for index, (block, name) in enumerate(zip(blocks, names, strict=True)):
+        for block, name in zip(blocks, names, strict=True):
             own_names[block] = name
-            if name not in shown:
-                shown[name] = block
-                run.append(index)
-                continue
-            self._copies.setdefault(name, []).append(block)
-            self._publish_stored(run, names, token_hashes, parent, tokens)
-            run = []
-        self._publish_stored(run, names, token_hashes, parent, tokens)
+        found = list(map(shown.setdefault, names, blocks))
+        start = 0
+        if found != blocks:
+            for index, (block, first) in enumerate(zip(blocks, found, strict=True)):
+                if first != block:  # a copy
+                    self._copies.setdefault(names[index], []).append(block)
+                    self._publish_stored(start, index, names, token_hashes, parent, tokens)
+                    start = index + 1
+        self._publish_stored(start, len(names), names, token_hashes, parent, tokens)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Release the blocks of a sequence, the last one first: named ones become inactive, nameless ones free."""
@@ -156,8 +157,9 @@ class BlockPool:
         held_by, names, inactive, free = self._held_by, self._names, self._inactive, self._free
         let_go = 0
         for block in reversed(blocks):
-            held_by[block] -= 1
-            if held_by[block]:
+            holders = held_by[block] - 1
+            held_by[block] = holders
+            if holders:
                 continue
             let_go += 1
             if names[block] is None:
@@ -217,47 +219,49 @@ class BlockPool:
         assert all(self._names[block] is not None for block in inactive)
 
     def _evict(self, count: int) -> None:
-        oldest = iter(self._inactive)
-        self._forget([next(oldest) for _ in range(count)])
+        self._forget(list(islice(self._inactive, count)))
 
     def _forget(self, blocks: Sequence[int]) -> None:
         """Make inactive blocks free; publish the names that are gone with them."""
         gone = []
+        inactive, names, shown, copies = self._inactive, self._names, self._shown, self._copies
         for block in blocks:
-            del self._inactive[block]
-            name = self._names[block]
-            self._names[block] = None
-            if name is not None and self._drop(name, block):
+            del inactive[block]
+            name = names[block]
+            names[block] = None
+            if name is None:
+                continue
+            if name in copies:
+                self._drop_copy(name, block)
+            else:
+                del shown[name]
                 gone.append(name)
         self._free.extend(blocks)
         if gone:
             self._publish(KvRemoved(gone))
 
-    def _drop(self, name: int, block: int) -> bool:
-        """Take the name from the block; return whether no other block has it."""
-        others = self._copies.get(name)
-        if others is None:
-            del self._shown[name]
-            return True
+    def _drop_copy(self, name: int, block: int) -> None:
+        """Take the name from the block, one of several that have it."""
+        others = self._copies[name]
         if self._shown[name] == block:
             self._shown[name] = others.pop(0)
         else:
             others.remove(block)
         if not others:
             del self._copies[name]
-        return False
 
     def _publish_stored(
         self,
-        run: list[int],
+        first: int,
+        last: int,
         names: Sequence[int],
         token_hashes: Sequence[int],
         parent: int | None,
         tokens: Sequence[int],
     ) -> None:
-        if not run or (self.on_event is None and self.on_event_with_tokens is None):
+        """Publish the new names from `first` to below `last`, if there are any."""
+        if first == last or (self.on_event is None and self.on_event_with_tokens is None):
             return
-        first, last = run[0], run[-1] + 1
         stored = StoredBlocks(names[first:last], token_hashes[first:last])
         size = len(tokens) // len(names)
         self._publish(KvStored(names[first - 1] if first else parent, stored), tokens[first * size : last * size])
