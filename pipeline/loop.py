@@ -47,7 +47,7 @@ class LoopHandle:
         elif isinstance(loop, asyncio.AbstractEventLoop):
             # Outside of any task: a callback of the loop, or a signal handler while the loop sleeps. A task that the
             # callback makes ready would not wake a sleeping loop.
-            if asyncio.current_task(loop) is None and not getattr(loop, "is_awake", False):
+            if not getattr(loop, "is_awake", False) and asyncio.current_task(loop) is None:
                 call_soon(loop, _nothing)
             callback()
         elif _is_in_trio_task():
@@ -68,6 +68,10 @@ def running_loop() -> Any:
     call. If trio runs as the guest of another loop, either may be returned; both run in this thread.
     """
     global _backend
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:  # another library's loop runs here, or none
+        pass
     if _backend is not None:
         try:
             return _backend.current_token()
@@ -166,7 +170,8 @@ class Wakeup:
     __slots__ = ("_loop", "_waiting")
 
     def __init__(self) -> None:
-        loop = current_token().native_token
+        if (loop := running_loop()) is None:
+            raise NoEventLoopError
         self._loop: Any = loop if hasattr(loop, "create_future") else None
         self._waiting: Any = None
 

@@ -362,5 +362,5 @@ def _site(
     may_make: bool = True,
 ) -> Site:
     scheduler = AnyIOScheduler()
-    dates = wall_ms or (lambda: round(scheduler.now.timestamp() * 1000))
+    dates = wall_ms or (lambda: round(scheduler.now_s * 1000))
     return Site(scheduler, rng or Random(), lease_ttl_s, dates, metrics, may_make)

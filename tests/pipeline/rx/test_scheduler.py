@@ -45,6 +45,7 @@ async def test_now_is_the_loops_clock_in_every_thread() -> None:
         await anyio.sleep(90)
         expected = datetime.fromtimestamp(anyio.current_time(), tz=UTC)
         assert scheduler.now == expected
+        assert scheduler.now_s == expected.timestamp()
         assert await anyio.to_thread.run_sync(lambda: scheduler.now) == expected
 
 
