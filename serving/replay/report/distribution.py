@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat
 from math import floor, fsum, sqrt
+from operator import mul, truediv
 
 from attrs import field, frozen
 
 STATISTICS = ("mean", "min", "max", "median", "p75", "p90", "p95", "p99", "std")
 """The statistics in the order of a report."""
+_AT_ONCE = 4096
 _PERCENTS = {"min": 0, "median": 50, "p75": 75, "p90": 90, "p95": 95, "p99": 99, "max": 100}
 
 
@@ -37,15 +40,25 @@ class Distribution:
         return cls._of(samples, len(ordered), ordered.__getitem__)
 
     @classmethod
-    def _of(cls, samples: Iterable[float], count: int, at: Callable[[int], float]) -> Distribution:
+    def _of(cls, samples: Sequence[float], count: int, at: Callable[[int], float]) -> Distribution:
         """`at` returns the samples in order. Sums iterate over `samples`, whose array is contiguous in memory."""
         if not count:
             return cls()
         mean = fsum(samples) / count
-        spread = fsum((sample - mean) * (sample - mean) for sample in samples)
+        spread = fsum(_squares(samples, mean))
         parts = {name: at(rank(count, percent)) for name, percent in _PERCENTS.items()}
         percentiles = [at(rank(count, percent)) for percent in range(101)]
         return cls(samples=count, mean=mean, **parts, std=sqrt(spread / count), percentiles=percentiles)
+
+
+def _squares(samples: Sequence[float], mean: float) -> Iterable[float]:
+    """Return the squared distance of each from the mean, made many at once."""
+
+    def squares(start: int) -> Iterable[float]:
+        distances = [sample - mean for sample in samples[start : start + _AT_ONCE]]
+        return map(mul, distances, distances)
+
+    return chain.from_iterable(map(squares, range(0, len(samples), _AT_ONCE)))
 
 
 def rank(count: int, percent: float) -> int:
@@ -59,7 +72,8 @@ def gaps_and_rates(gaps_ms: array[float]) -> tuple[Distribution, Distribution]:
     A rate falls as its gap grows, so both need one sort.
     """
     ordered = sorted(gaps_ms)
-    rates = array("d", (1000.0 / gap for gap in gaps_ms if gap > 0))
+    positive = gaps_ms if ordered and ordered[0] > 0 else array("d", (gap for gap in gaps_ms if gap > 0))
+    rates = array("d", map(truediv, repeat(1000.0), positive))
     return (
         Distribution._of(gaps_ms, len(ordered), ordered.__getitem__),
         Distribution._of(rates, len(rates), lambda index: 1000.0 / ordered[-1 - index]),
