@@ -20,6 +20,7 @@ import anyio
 from ..annotated import Annotated
 from ..context import AnyContext
 from ..errors import InvalidArgument
+from ..loop import clock
 from ..protocols import RequestTracker
 from ..protocols.timing import LLM_METRICS_EVENT, METRIC_EVENTS, LLMMetricAnnotation
 from ..wire import from_json, to_json
@@ -30,7 +31,7 @@ TRACKER = "request_tracker"
 
 def track_request(wall_ms: Callable[[], int]) -> RequestTracker:
     """Return a tracker whose request is received now; `wall_ms` gives milliseconds since the epoch."""
-    return RequestTracker(anyio.current_time, wall_ms, partial(anyio.Semaphore, 1, max_value=1, fast_acquire=True))
+    return RequestTracker(clock(), wall_ms, partial(anyio.Semaphore, 1, max_value=1, fast_acquire=True))
 
 
 def tracker_of(request: AnyContext) -> RequestTracker | None:

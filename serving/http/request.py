@@ -14,13 +14,13 @@ from typing import TypeAlias
 from urllib.parse import quote
 from uuid import UUID, uuid4
 
-import anyio
 from attrs import define, field, frozen
 from starlette.types import Message, Scope, Send
 
 from pipeline import AnyContext
 from pipeline.errors import CLIENT_CLOSED_REQUEST, ExceededLimit
 from pipeline.llm import tracker_of
+from pipeline.loop import current_time
 from pipeline.protocols import RequestTracker
 from pipeline.telemetry import trace_link
 
@@ -169,7 +169,7 @@ class RequestRecord:
     """Context of the request, set when it is sent to a model."""
     meter: RequestMeter | None = field(init=False, default=None)
     """Metrics of the request, set when its body is read."""
-    started_s: float = field(init=False, factory=anyio.current_time)
+    started_s: float = field(init=False, factory=current_time)
     """When the request began, by the loop's clock."""
 
     def __attrs_post_init__(self) -> None:
@@ -268,7 +268,7 @@ class RequestRecord:
 
     def log_access(self) -> None:
         """Write the line of the access log, after the answer has ended or failed to begin."""
-        meter, now_s = self.meter, anyio.current_time()
+        meter, now_s = self.meter, current_time()
         method, path = self.scope["method"], self.scope["path"]
         status = self.status or CLIENT_CLOSED_REQUEST
         known = {
