@@ -17,6 +17,7 @@ from traceback import format_exception
 from types import AsyncGeneratorType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar, cast, overload
 
+from .annotated import Annotated
 from .context import Context
 from .control import ReleaseOnce
 from .errors import StreamBusy, StreamClosed
@@ -208,6 +209,19 @@ class ResponseStream(Generic[T_co]):
 
         return ResponseStream(held(), self.context, self, reservation)
 
+    def watched(self, reservation: ReleaseOnce, on_failure: Callable[[Exception], object]) -> ResponseStream[T_co]:
+        """Return the same items, holding the reservation; `on_failure` is called with the error that ends them.
+
+        That is an exception, or the error of an error item, of which the reader gets neither before. By then the
+        reservation of an error item is released, and the stream that raises is closed. It is released on every other
+        way out too, as by `holding`. This stream may have had no reader so far.
+        """
+        return ResponseStream(_watched(self, Watch(reservation, on_failure)), self.context, self, reservation)
+
+    def _own(self, reservation: ReleaseOnce) -> None:
+        """Release the reservation, too, on every way out."""
+        self._owned = (*self._owned, reservation)
+
     @overload
     def rx(self) -> ResponseStream[T_co]: ...
     @overload
@@ -262,6 +276,35 @@ class ResponseStream(Generic[T_co]):
 
 _opened: Callable[[ResponseStream[Any]], object] | None = None
 """Called with each new stream; set by `pipeline.testing` to find streams that were never closed."""
+
+
+class Watch:
+    """What is to be done at the failure and the end of a stream: see `ResponseStream.watched`."""
+
+    __slots__ = ("on_failure", "reservation")
+
+    def __init__(self, reservation: ReleaseOnce, on_failure: Callable[[Exception], object]) -> None:
+        self.reservation, self.on_failure = reservation, on_failure
+
+    def look_at(self, item: Annotated[Any]) -> None:
+        """Called with each event before it is delivered."""
+        if (error := item.extract_error()) is not None:
+            self.reservation.release()
+            self.on_failure(error)
+
+
+async def _watched(stream: ResponseStream[U], watch: Watch) -> AsyncGenerator[U, None]:
+    try:
+        async with stream:
+            async for item in stream:
+                if isinstance(item, Annotated) and item.event is not None:
+                    watch.look_at(item)
+                yield item
+    except Exception as error:
+        watch.on_failure(error)
+        raise
+    finally:
+        watch.reservation.release()
 
 
 async def _close_all(parts: Iterable[Any]) -> None:

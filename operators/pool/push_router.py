@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from math import isfinite
 from random import Random
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
@@ -19,14 +20,12 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 import anyio
 
 from pipeline import (
-    Annotated,
     AnyContext,
     AsyncEngine,
     CannotConnect,
     Context,
     GraphError,
     InvalidArgument,
-    ReleaseOnce,
     ResponseStream,
     ResponseTimeout,
     Unavailable,
@@ -260,28 +259,8 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         if self._silence_timeout_s is not None:
             source = f"instance_id={instance_id} of endpoint {self._workers.name}"
             stream = ResponseStream(until_silent(stream, request, self._silence_timeout_s, source), request, stream)
-        return ResponseStream(self._watched(stream, request, sent, counted), request, stream, counted)
-
-    async def _watched(
-        self,
-        stream: ResponseStream[Out],
-        request: Context[In],
-        sent: _Sent,
-        counted: ReleaseOnce,
-    ) -> AsyncGenerator[Out, None]:
-        """The stream as it is; by the time of an error the request is not counted and the worker cools down."""
-        try:
-            async with stream:
-                async for item in stream:
-                    if isinstance(item, Annotated) and item.event is not None and (error := item.extract_error()):
-                        counted.release()
-                        self._blame(request, sent, error)
-                    yield item
-        except Exception as error:
-            self._blame(request, sent, error)
-            raise
-        finally:
-            counted.release()
+        # By the time of an error the request is not counted and the worker cools down.
+        return stream.watched(counted, partial(self._blame, request, sent))
 
     def _blame(self, request: Context[In], sent: _Sent, error: Exception) -> None:
         self.health.blame(sent.instance_id, sent.incarnation, error, losses=sent.losses)

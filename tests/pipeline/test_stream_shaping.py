@@ -1,4 +1,4 @@
-"""What `map`, `tap`, `prepend` and `holding` make of a stream, and how that ends."""
+"""What `map`, `tap`, `prepend`, `holding` and `watched` make of a stream, and how that ends."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ SHAPES: dict[str, Shape] = {
     "tap": lambda stream: stream.tap(abs),
     "prepend": lambda stream: stream.prepend(0),
     "holding": lambda stream: stream.holding(ReleaseOnce(int)),
+    "watched": lambda stream: stream.watched(ReleaseOnce(int), repr),
 }
 each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
