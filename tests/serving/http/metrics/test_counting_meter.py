@@ -88,6 +88,17 @@ def test_the_page_is_that_of_the_sdk(values: list[tuple[tuple[str, Mapping[str, 
     assert by_counting == by_sdk
 
 
+@pytest.mark.parametrize("count", [255, 256, 257, 1000])
+def test_many_values_of_a_histogram_are_those_of_the_sdk(count: int) -> None:
+    def apply(page: Page) -> None:
+        record = page.metrics.recorder("duration_seconds", model="m")
+        for number in range(count):
+            record(number % 7 / 2)
+
+    by_sdk, by_counting = both(apply)
+    assert by_counting == by_sdk
+
+
 def test_instruments_and_labels_of_others_are_shown_as_by_the_sdk(caplog: pytest.LogCaptureFixture) -> None:
     def apply(page: Page) -> None:
         page.meter.create_counter("a.b", "1", "c").add(1, {"d.e": 1, "f": True})
