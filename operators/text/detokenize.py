@@ -252,15 +252,40 @@ class Decoding:
             text = output.text
             tokens += output.tokens or [None] * len(output.token_ids)
         finish, stop_reason = output.finish_reason, output.stop_reason
-        if finish is not None and choice.finish is None:
+        if finish is not None or choice.finish is not None:
+            text = self._finished(index, output, text)
+            if choice.finish is not None:
+                finish, stop_reason = choice.finish, choice.stop_reason
+        if output.top_logprobs is not None or len(tokens) < len(output.token_ids):
+            output = self._shown(output, len(tokens))
+        chunk = BackendOutput(  # by position: this is made once per token
+            output.token_ids,
+            tokens,
+            text or output.text,
+            output.cum_log_probs,
+            output.log_probs,
+            output.top_logprobs,
+            finish,
+            stop_reason,
+            output.index,
+            output.completion_usage,
+            output.disaggregated_params,
+            output.encoder_result,
+            output.worker_trace_link,
+            output.engine_data,
+            output.routing_data,
+        )
+        return Annotated(chunk, item.id, None, item.comment, item.error)
+
+    def _finished(self, index: int, output: LLMEngineOutput, text: str) -> str:
+        """Note that the choice ends with this item, by the engine or our rules. Return the text with what was held."""
+        choice = self._choices[index]
+        if choice.finish is None:
             held = choice.flush()
             text = held + text if output.text is not None else text + held
-        if choice.finish is not None:
-            finish, stop_reason = choice.finish, choice.stop_reason
-        if finish is not None:
-            self._unfinished -= {index}
-            self.is_over = not self._unfinished and any(choice.finish is not None for choice in self._choices)
-        return item.transfer(self._chunk(output, text, tokens, finish, stop_reason))
+        self._unfinished -= {index}
+        self.is_over = not self._unfinished and any(choice.finish is not None for choice in self._choices)
+        return text
 
     def rest(self, is_broken: bool) -> list[Annotated[BackendOutput]]:
         """What unfinished choices still hold, as items without tokens.
@@ -289,38 +314,14 @@ class Decoding:
         message = f"the engine answered for choice {output.index}, asked for were {len(self._choices)}"
         return BackendOutput([], [], index=output.index, finish_reason=FinishReason.error(message))
 
-    def _chunk(
-        self,
-        output: LLMEngineOutput,
-        text: str,
-        tokens: list[str | None],
-        finish: FinishReason | None,
-        stop_reason: int | str | None,
-    ) -> BackendOutput:
-        """The engine's chunk around our text, cut behind the token that ended the choice."""
-        if len(tokens) < len(output.token_ids):
-            output = _first_tokens(output, len(tokens))
-        token_ids, log_probs, top_logprobs = output.token_ids, output.log_probs, output.top_logprobs
-        if top_logprobs is not None:
-            top_logprobs = [[self._with_text(candidate) for candidate in position] for position in top_logprobs]
-        # By position: this is made once per token.
-        return BackendOutput(
-            token_ids,
-            tokens,
-            text or output.text,
-            output.cum_log_probs,
-            log_probs,
-            top_logprobs,
-            finish,
-            stop_reason,
-            output.index,
-            output.completion_usage,
-            output.disaggregated_params,
-            output.encoder_result,
-            output.worker_trace_link,
-            output.engine_data,
-            output.routing_data,
-        )
+    def _shown(self, output: LLMEngineOutput, count: int) -> LLMEngineOutput:
+        """The engine's chunk, cut behind the token that ended the choice, with the texts of its candidates."""
+        if count < len(output.token_ids):
+            output = _first_tokens(output, count)
+        if output.top_logprobs is None:
+            return output
+        candidates = [[self._with_text(candidate) for candidate in position] for position in output.top_logprobs]
+        return evolve(output, top_logprobs=candidates)
 
     def _with_text(self, candidate: TopLogprob) -> TopLogprob:
         """The candidate with its text and bytes, where the engine left them out and the id is a token."""

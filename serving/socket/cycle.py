@@ -230,7 +230,10 @@ class Cycle:
         channel = self._channel
         if self._left_bytes != _CHUNKED or not self.is_started or self.is_complete or self.gone or channel.write_paused:
             return False
-        self._put(b"%x\r\n%b\r\n" % (len(body), body) if body else b"")
+        if self._unsent_head:
+            self._put(b"%x\r\n%b\r\n" % (len(body), body) if body else b"")
+        elif body:
+            channel.write(b"%x\r\n%b\r\n" % (len(body), body))
         return True
 
     def _start(self, status: int, headers: Headers) -> None:

@@ -94,8 +94,16 @@ class ReplyWriter:
         """
         if self._keep_alive is not None:
             self._keep_alive.postpone()
-        if self._begun and self._task is None and self._write_part is not None and self._is_written(frame):
-            return False
+        # Once per token: at once, if nothing waits before it and the client reads.
+        write = self._write_part if self._begun and self._task is None else None
+        if write is not None and not (self._frames or self._finished or self._gone):
+            try:
+                if write(frame):
+                    return False
+            except Exception as failure:
+                self.failure = failure
+                self._lose()
+                return False
         self._frames.append(frame)
         self._waiting_bytes += len(frame)
         if self._task is None and self.committed:
@@ -152,17 +160,6 @@ class ReplyWriter:
             self._drop()
             task, self._task = self._task, None
             await end(task)
-
-    def _is_written(self, frame: bytes) -> bool:
-        """Write the frame at once if nothing waits before it and the client reads; return whether it is done with."""
-        if self._frames or self._finished or self._gone or self._write_part is None:
-            return False
-        try:
-            return self._write_part(frame)
-        except Exception as failure:
-            self.failure = failure
-            self._lose()
-            return True
 
     # -- the task
 
