@@ -133,9 +133,11 @@ def _compile(source: str) -> Template:
     from jinja2 import TemplateSyntaxError
 
     try:
-        return _environment().from_string(source)
+        template = _environment().from_string(source)
     except TemplateSyntaxError as error:
         raise CodecError(f"not a chat template: line {error.lineno}: {error.message}") from error
+    template.globals = dict(template.globals)  # each rendering copies the names: of a ChainMap that takes 5 us more
+    return template
 
 
 @cache
