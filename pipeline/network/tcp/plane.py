@@ -29,7 +29,7 @@ from .links import Address, Listener, Network
 from .machine import machine_id
 from .messages import CallHead
 from .options import TcpOptions
-from .peers import Outgoing
+from .peers import Outgoing, Peer
 from .service import ServedCall, ServedConnection
 from .serving import TcpServing
 from .shared import Shared
@@ -186,6 +186,7 @@ class _RemoteEngine(AsyncEngine[Any, Any]):
         self._outgoing = outgoing
         self._instance = instance
         self._decode = decode
+        self._peer: Peer | None = None
 
     def __str__(self) -> str:
         return str(self._instance)
@@ -193,7 +194,9 @@ class _RemoteEngine(AsyncEngine[Any, Any]):
     async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
         if request.is_killed:
             raise Cancelled("killed before it was sent")
-        peer = self._outgoing.peer(self._instance)
-        if (connection := peer.connection) is None:
-            connection = await unless_killed(peer.connect(), request)
+        connection = None if self._peer is None else self._peer.connection
+        if connection is None:  # a process with a connection stays the same
+            peer = self._peer = self._outgoing.peer(self._instance)
+            if (connection := peer.connection) is None:
+                connection = await unless_killed(peer.connect(), request)
         return await RemoteCall(connection, self._instance, request, self._decode).begin()
