@@ -2,7 +2,8 @@
 
     memory              this process alone: no server, no socket
     file:FOLDER         a folder that all processes see: no server; events go from process to process
-    nats://HOST:PORT    NATS servers, more after commas: `nats://one:4222,two:4222`; tls:// encrypts; asyncio only
+    nats://HOST:PORT    NATS servers, more after commas: `nats://one:4222,two:4222`; tls:// encrypts; asyncio only;
+                        ?replicas=3 behind them: so many servers of a cluster keep what is stored
 
 Requests and tokens go from process to process in each of the last two, over `pipeline.network.tcp`.
 """
@@ -106,16 +107,17 @@ def _file_planes(folder: str, site: Site, tcp: TcpOptions | None) -> Planes:
 
 
 def _nats_planes(url: str, site: Site, tcp: TcpOptions | None) -> Planes:
-    from .nats import NatsConnection, NatsEventPlane, NatsObjects, NatsOptions, NatsStore
+    from .nats import NatsConnection, NatsEventPlane, NatsObjects, NatsOptions, NatsStore, parse_replicas
     from .tcp import TcpRequestPlane
 
     # The deployment's token is the broker's too, unless the URL has a login of its own.
     token = None if tcp is None or "@" in url else tcp.token or None
     options = NatsOptions(token=token, heartbeat_s=min(1.0, site.lease_ttl_s / 4))
-    connection = NatsConnection(url, site.scheduler, options, rng=site.rng)
+    addresses, replicas = parse_replicas(url)
+    connection = NatsConnection(addresses, site.scheduler, options, rng=site.rng)
     return Planes(
-        NatsStore(connection, site.lease_ttl_s),
+        NatsStore(connection, site.lease_ttl_s, replicas=replicas),
         TcpRequestPlane(site.scheduler, tcp, site.metrics),
         NatsEventPlane(connection, site.wall_ms, site.rng),
-        NatsObjects(connection),
+        NatsObjects(connection, replicas=replicas),
     )

@@ -24,7 +24,8 @@ class RuntimeOptions:
 
     runtime: str | None = setting(
         None,
-        "Where processes find each other: file:DIR, a folder they share, or nats://HOST:PORT, several with commas.",
+        "Where processes find each other: file:DIR, a folder they share, or nats://HOST:PORT, several with commas,"
+        " ?replicas=3 for a cluster of them.",
         metavar="URL",
     )
     runtime_host: str | None = setting(

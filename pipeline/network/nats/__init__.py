@@ -11,7 +11,7 @@ with brought_by("nats", by=__name__):
     from .kv_store import NatsStore
     from .object_bucket import NatsObjects
 
-from .options import NatsOptions, parse_addresses
+from .options import NatsOptions, parse_addresses, parse_replicas
 from .server_process import NatsServer, NatsServerOptions, nats_server_program
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "NatsStore",
     "nats_server_program",
     "parse_addresses",
+    "parse_replicas",
 ]

@@ -88,6 +88,20 @@ def parse_addresses(urls: str | Iterable[str]) -> tuple[ServerAddress, ...]:
     return tuple(found)
 
 
+def parse_replicas(url: str) -> tuple[str, int]:
+    """Return the addresses in `nats://one,two,three?replicas=3`, and how many servers keep what is stored.
+
+    That is 1 unless given. Raise InvalidArgument, without the text, for another query or number than 1, 3 and 5.
+    """
+    addresses, _, query = url.partition("?")
+    if not query:
+        return addresses, 1
+    name, _, number = query.partition("=")
+    if name != "replicas" or number not in ("1", "3", "5"):
+        raise InvalidArgument("behind the addresses of NATS servers may stand ?replicas=1, 3 or 5", field="url")
+    return addresses, int(number)
+
+
 def _address(scheme: str, rest: str) -> ServerAddress:
     try:
         parts = urlsplit(f"//{rest}")

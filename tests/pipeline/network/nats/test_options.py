@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from pipeline import InvalidArgument
-from pipeline.network.nats import NatsOptions, parse_addresses
+from pipeline.network.backends import Site, planes_at
+from pipeline.network.nats import NatsObjects, NatsOptions, NatsStore, parse_addresses, parse_replicas
+from pipeline.rx import AnyIOScheduler
 
 
 def test_several_servers_have_one_text_or_several() -> None:
@@ -40,3 +44,22 @@ def test_no_address_and_no_time_are_refused() -> None:
         parse_addresses([])
     with pytest.raises(InvalidArgument, match="heartbeat_s"):
         NatsOptions(heartbeat_s=0)
+
+
+def test_copies_in_a_cluster_stand_behind_the_addresses() -> None:
+    assert parse_replicas("nats://one,two,three?replicas=3") == ("nats://one,two,three", 3)
+    assert parse_replicas("nats://user:pass@one") == ("nats://user:pass@one", 1)
+    for wrong in ("?replicas=2", "?replicas=", "?replicas=03", "?copies=3", "?replicas=3&a=b", "?replicas=-1"):
+        with pytest.raises(InvalidArgument) as refused:
+            parse_replicas(f"nats://secret@one{wrong}")
+        assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("query", "replicas"), [("", 1), ("?replicas=3", 3)])
+async def test_what_a_runtime_stores_has_the_copies_of_its_url(query: str, replicas: int) -> None:
+    async with AnyIOScheduler() as scheduler:
+        site = Site(scheduler, Random(1), 10.0, lambda: 0, None)
+        planes = planes_at(f"nats://one,two{query}", site, None)
+        assert isinstance(planes.store, NatsStore)
+        assert isinstance(planes.objects, NatsObjects)
+        assert (planes.store._bucket.replicas, planes.objects._replicas) == (replicas, replicas)
