@@ -278,6 +278,11 @@ class ServedCall:
         self._connection.send_in_parts(self._sending)
         return False
 
+    @property
+    def _is_sending(self) -> bool:
+        """Whether an item is sent in parts, and its last one was not."""
+        return self._sending is not None and not self._sending.is_sent
+
     def _take_back(self) -> None:
         if self._sending is not None:
             self._connection.take_back(self._sending)
@@ -308,7 +313,7 @@ class ServedCall:
         return (
             self._items_out < self._window_items
             and self._bytes_out < self._window_bytes
-            and (self._sending is None or self._sending.is_sent)
+            and not self._is_sending
             and not self._connection.is_full
         )
 
@@ -329,8 +334,11 @@ class ServedCall:
         self._finish(framing.ERROR, error_body(error))
 
     def cut(self, error: PenstockError) -> None:
-        """End the call at once. Its caller gets the error, or an end if it has stopped the request."""
-        if self.was_stopped:
+        """End the call at once. Its caller gets the error, or an end if it has stopped the request.
+
+        Within an item it gets the error in any case, which it takes for an end then.
+        """
+        if self.was_stopped and not self._is_sending:
             self.end()
         else:
             self.fail(error)
@@ -342,6 +350,5 @@ class ServedCall:
 
     def _finish(self, kind: int, body: bytes = framing.NIL) -> None:
         self._put_joined()
-        self._take_back()
         self._send(kind, body)
         self._is_over = True

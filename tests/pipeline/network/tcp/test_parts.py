@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +13,7 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import AsyncEngine, CannotConnect, Context, Disconnected, PenstockError
+from pipeline import AsyncEngine, CannotConnect, Context, Disconnected, PenstockError, ResponseStream
 from pipeline.loop import Wakeup
 from pipeline.network.tcp import framing, parts
 from pipeline.network.tcp.connection import Connection
@@ -209,6 +209,27 @@ async def test_any_ending_within_a_body_leaves_nothing(
         assert_nothing_is_under_way(world)
 
 
+async def test_a_stopped_call_that_is_cut_within_an_item_ends_and_no_other_does(open_streams: OpenStreams) -> None:
+    async with pair(PATIENT) as world:
+        serving, engine = await world.serve(ScriptedEngine(script))
+        await answer(engine, "")
+        world.network.bytes_per_s = 2_000_000
+        request = Context[Any](LONG)
+
+        async def cuts() -> None:
+            await anyio.sleep(0.3)
+            request.stop()
+            await anyio.sleep(0.3)
+            serving.cut()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(cuts)
+            assert await (await engine.generate(request)).collect() == []
+        await settled()
+        assert [connection.reason for connection in connections(world)] == [None, None]
+        assert_nothing_is_under_way(world)
+
+
 async def test_a_stop_within_a_request_reaches_its_engine(open_streams: OpenStreams) -> None:
     local = ScriptedEngine([1, Stall()])
     request = Context[Any]("a" * LONG)
@@ -228,20 +249,57 @@ async def _stops_after(request: Context[Any], delay_s: float) -> None:
     request.stop()
 
 
+async def test_a_stop_within_a_request_is_sent_once_and_behind_it() -> None:
+    peer, request = RawPeer(), Context[Any](bytes(LONG))
+
+    async def answers() -> None:
+        await proves_itself(peer, has_parts=True, message_limit_bytes=10**8)
+        await anyio.sleep(0.3)
+        request.stop()
+        await anyio.sleep(5)
+        *body, last = (kind for kind in peer.kinds()[2:] if kind != framing.BEAT)
+        assert (set(body), last) == ({framing.PART}, framing.STOP)
+        peer.send(frame(framing.BEGUN, 1), frame(framing.END, 1))
+
+    async with pair(PATIENT) as world, raw_worker(world, lambda: peer) as engine, anyio.create_task_group() as tasks:
+        tasks.start_soon(answers)
+        world.network.bytes_per_s = 2_000_000
+        assert await (await engine.generate(request)).collect() == []
+        assert peer.link is not None
+        peer.link.abort()
+        await settled()
+
+
+class Stuck(AsyncEngine[Any, Any]):
+    """Answers with a long item, and does not see for a minute that its request was killed."""
+
+    async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
+        return ResponseStream(self._items(request), request)
+
+    async def _items(self, request: Context[Any]) -> AsyncGenerator[bytes, None]:
+        try:
+            yield bytes(request.payload)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(60)
+
+
 async def test_a_kill_within_an_item_ends_its_parts() -> None:
     async with pair(PATIENT) as world:
-        await world.serve(ScriptedEngine(script))
+        await world.serve(Stuck())
         peer = await raw_caller(world, has_parts=True, message_limit_bytes=10**8)
         world.network.bytes_per_s = 1_000_000
-        peer.send(frame(framing.CALL, 1, CALL_HEAD | {"payload": 50 * LONG}))
+        peer.send(frame(framing.CALL, 1, CALL_HEAD | {"payload": 20 * LONG}))
         await anyio.sleep(0.5)
         peer.send(frame(framing.KILL, 1))
         await anyio.sleep(2)
         so_far = len(peer.received_bytes)
+        assert so_far > PART_BYTES
         await anyio.sleep(20)
         assert len(peer.received_bytes) <= so_far + 50  # heartbeats
         assert peer.link is not None
         peer.link.abort()
+        await anyio.sleep(60)
 
 
 async def test_a_served_call_has_not_ended_before_its_last_item_is_sent() -> None:
