@@ -65,12 +65,10 @@ class LoopHandle:
 def running_loop() -> Any:
     """Return the running event loop, as `call_soon` takes it; None if no loop runs.
 
-    It is the native token of anyio's `current_token`, for a twentieth of the time: anyio detects the async library at
-    each call. If trio runs as the guest of another loop, either may be returned; both run in this thread.
+    It is the native token of anyio's `current_token`, for a tenth of the time: anyio detects the async library at each
+    call. If trio runs as the guest of another loop, either may be returned; both run in this thread.
     """
     global _backend
-    if (loop := asyncio._get_running_loop()) is not None:
-        return loop
     if _backend is not None:
         try:
             return _backend.current_token()

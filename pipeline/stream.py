@@ -210,11 +210,11 @@ class ResponseStream(Generic[T_co]):
         return ResponseStream(held(), self.context, self, reservation)
 
     def watched(self, reservation: ReleaseOnce, on_failure: Callable[[Exception], object]) -> ResponseStream[T_co]:
-        """Return the same items, holding the reservation; `on_failure` is called with the error that ends them.
+        """Return the same items, holding the reservation; call `on_failure` with the error that ends them.
 
-        That is an exception, or the error of an error item, of which the reader gets neither before. By then the
-        reservation of an error item is released, and the stream that raises is closed. It is released on every other
-        way out too, as by `holding`. This stream may have had no reader so far.
+        It is called before the reader gets the error: of an exception after this stream is closed, then the reservation
+        is released; of an error item after that release. On every other way out the reservation is released as by
+        `holding`, and `on_failure` is not called.
         """
         return ResponseStream(_watched(self, Watch(reservation, on_failure)), self.context, self, reservation)
 

@@ -144,8 +144,8 @@ class RemoteStream(ResponseStream[Any]):
         self._call = call
 
     def watched(self, reservation: ReleaseOnce, on_failure: Callable[[Exception], object]) -> ResponseStream[Any]:
-        """See `ResponseStream`; to be called before the first read. Returns this stream, at the first call of it."""
-        if self._call.watch is not None:
+        """See `ResponseStream`. The first watch before the first read returns this stream."""
+        if self._call.watch is not None or (self._pace is not None and self._pace.was_read):
             return super().watched(reservation, on_failure)
         self._call.watch = Watch(reservation, on_failure)
         self._own(reservation)

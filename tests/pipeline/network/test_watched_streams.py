@@ -97,3 +97,17 @@ async def test_two_watches_see_the_same(world: WorldKind, open_streams: OpenStre
         with pytest.raises(Disconnected, match="raised"):
             await twice.collect()
         assert seen == also == ["failed: raised", "released"]
+
+
+async def test_a_stream_that_has_been_read_can_still_be_watched(world: WorldKind, open_streams: OpenStreams) -> None:
+    async with two_runtimes(world) as (worker, caller):
+        await worker.serve(WHERE, ScriptedEngine([FIRST, Fail(Disconnected("raised"))]), instance_id=1)
+        workers = caller.workers(WHERE, Annotated[int])
+        await workers.wait_for_instances()
+        stream = await workers.engine(1).generate(Context(None))
+        assert await anext(stream) == FIRST
+        seen: list[str] = []
+        watched = stream.watched(ReleaseOnce(seen.append, "released"), lambda error: seen.append(f"failed: {error}"))
+        with pytest.raises(Disconnected, match="raised"):
+            await watched.collect()
+        assert seen == ["failed: raised", "released"]
