@@ -3,7 +3,8 @@
 A ready item is delivered without a turn of the loop. A reader of many such items would keep every other task from
 running, and neither a deadline nor a stop by another task would reach it. So the loop takes a turn before the next item
 is read, after a number of items or an amount of time without one. The count is kept for each loop, not for each stream:
-many short answers in a row block a loop as much as one long one.
+many short answers in a row block a loop as much as one long one. Beyond it each task may still begin one stream: of
+many requests that come in one turn, the last ones would wait for another turn before they reach their engine.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from itertools import chain, repeat, starmap
 from typing import Any, Generic, Self, TypeVar
 
-from anyio import NoEventLoopError
+from anyio import NoEventLoopError, get_current_task
 from anyio.lowlevel import checkpoint
 
 from .errors import StreamBusy
@@ -63,7 +64,9 @@ class Pace(Generic[T]):
         budget = self._budget
         if budget is None:
             budget = self._budget = _budget_here()
-        if budget is not None and budget.is_used_up():
+            if budget is not None and budget.is_used_up():
+                return (self._read() if budget.lets_begin() else self._read_after_a_turn(budget),)
+        elif budget.is_used_up():
             return (self._read_after_a_turn(budget),)
         return starmap(self._read, repeat((), ITEMS_A_LOOK))
 
@@ -80,7 +83,7 @@ class Pace(Generic[T]):
 class _Budget:
     """What the streams of one loop have read since its last turn."""
 
-    __slots__ = ("_began_s", "_clock", "_is_running", "_looks", "_soon", "loop")
+    __slots__ = ("_began_s", "_beginners", "_clock", "_is_running", "_looks", "_soon", "loop")
 
     def __init__(self, loop: Any) -> None:
         self.loop = loop
@@ -90,6 +93,8 @@ class _Budget:
         self._is_running = False
         self._looks = 0
         self._began_s = 0.0
+        self._beginners: set[int] = set()
+        """The ids of tasks that have begun to read a stream since the budget was used up."""
 
     def begin(self) -> None:
         """Start counting: the loop has just taken a turn. Its next turn ends the count."""
@@ -108,8 +113,21 @@ class _Budget:
         self._looks += 1
         return self._looks >= LOOKS_MAX or self._clock() - self._began_s >= TIME_MAX_S
 
+    def lets_begin(self) -> bool:
+        """Return whether the task that runs may begin to read a stream although the budget is used up."""
+        try:
+            task_id = get_current_task().id
+        except RuntimeError:
+            return False
+        if task_id in self._beginners:
+            return False
+        self._beginners.add(task_id)
+        return True
+
     def _turns(self) -> None:
         self._is_running = False
+        if self._beginners:
+            self._beginners.clear()
 
 
 class _Here(threading.local):

@@ -132,6 +132,56 @@ async def test_a_source_that_is_always_ready_lets_other_tasks_run(
     assert turns >= ITEMS // BUDGET_ITEMS - 2
 
 
+async def test_each_of_many_tasks_begins_to_read_in_the_turn_in_which_it_runs(anyio_backend_name: str) -> None:
+    """Tasks behind the first ones of a turn waited for another turn before they sent their request."""
+    turns, begun_in = 0, list[int]()
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await checkpoint()
+
+    @function_engine
+    async def engine(_: int) -> AsyncIterator[int]:
+        begun_in.append(turns)
+        yield 0
+        yield 1
+
+    async def read() -> None:
+        await checkpoint()
+        assert await (await engine.generate(Context(1))).collect() == [0, 1]
+
+    async with anyio.create_task_group() as tasks:
+        async with anyio.create_task_group() as readers:
+            for _ in range(5 * LOOKS_MAX):
+                readers.start_soon(read)
+            tasks.start_soon(count)
+        tasks.cancel_scope.cancel()
+    assert len(begun_in) == 5 * LOOKS_MAX
+    # On trio the order within a turn is any: some tasks run before the one that counts, and some after it.
+    assert max(begun_in) - min(begun_in) <= (anyio_backend_name == "trio")
+
+
+async def test_a_task_that_begins_many_streams_lets_other_tasks_run() -> None:
+    """Once the budget is used up a task may begin one stream, not one after the other."""
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await checkpoint()
+            turns += 1
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(count)
+        for _ in range(100 * LOOKS_MAX):
+            async with await function.generate(Context(1)) as stream:
+                assert await anext(stream) == 0
+        tasks.cancel_scope.cancel()
+    assert turns >= 50
+
+
 async def test_many_short_answers_in_a_row_let_other_tasks_run() -> None:
     turns = 0
 
