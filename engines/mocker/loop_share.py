@@ -1,10 +1,13 @@
 """LoopShare: how many steps a rank that takes no time makes before other tasks have their turn of the loop.
 
-    steps ── turn of the others, 0.2 ms ── steps for 0.2 ms ── turn of the others ── ...
-             a first token, a few items: short              many items: long
+    steps ── turns of the others, 0.2 ms ── steps for 0.2 ms ── turns of the others ── ...
+             a first token, a few items: short               many items: long
 
 An engine in a process of its own goes on while its tokens are read. So does a rank, for as long as the readers took for
 what it gave them before; what it makes then waits for them together.
+
+A request takes a turn of the loop to its engine, and its first token two more to the client. As long as turns are long,
+a rank rests for three of them, so that these go past the tokens of other requests.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from anyio.lowlevel import checkpoint
 from pipeline.loop import running_loop, virtual_clocks
 
 SHARE_MAX_S = 0.0005
-"""The longest share of one rank, but for the step in which it ends, unless a quarter of the others' turn is longer."""
+"""The longest share of one rank, but for the step in which it ends, unless a quarter of the others' turns is longer."""
 
 LONG_SHARE_MAX_S = 0.002
 """The longest share then, of a rank with hundreds of requests."""
@@ -29,6 +32,13 @@ SHARE_MAX_STEPS = 8
 
 FIRST_TURNS = 3
 """Turns of the loop that a first token takes: to its reader, to the task that sends, to the socket."""
+
+REST_TURNS = 3
+"""Turns of the loop between two shares while others have much to do. Requests and first tokens go on in each of them,
+and tokens of running requests, of which there are none without a step, in the first."""
+
+QUIET_TURN_S = 0.0001
+"""A turn of the others that is no longer ends the rest: hardly anything is under way."""
 
 
 class _Loop:
@@ -81,19 +91,23 @@ class LoopShare:
             await self._yield_turn()
 
     async def _yield_turn(self) -> None:
-        """Let the others have their turn, and measure the next share by it."""
+        """Let the others have their turns, and measure the next share by them."""
         left_s = self._cpu_s()
         loop = self._loop
         loop.stepped_s += left_s - self._began_s
         loop.turns += 1
         stepped_s, turns = loop.stepped_s, loop.turns
-        await checkpoint()
-        self._began_s = back_s = self._cpu_s()
+        others_s = 0.0
+        for _ in range(1 if self._is_virtual else REST_TURNS):
+            await checkpoint()
+            self._began_s = back_s = self._cpu_s()
+            before_s, others_s = others_s, back_s - left_s - (loop.stepped_s - stepped_s)
+            if others_s - before_s < QUIET_TURN_S:
+                break
         self._steps = 0
         ranks = 1 + loop.turns - turns
-        others_s = back_s - left_s - (loop.stepped_s - stepped_s)
         most_s = max(SHARE_MAX_S, min(others_s / 4, LONG_SHARE_MAX_S))
-        self._ends_s = back_s + min(others_s / ranks, most_s)
+        self._ends_s = self._began_s + min(others_s / ranks, most_s)
         if self._most_steps < SHARE_MAX_STEPS and not self._is_virtual:
             self._turns += 1
             self._most_steps = max(1, self._turns - FIRST_TURNS + 1)

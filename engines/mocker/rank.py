@@ -204,9 +204,9 @@ class Rank:
                 if due_s - began_s >= least_s:
                     await timer.wait_until(due_s)
                     share.restart()
+                    self._deliver(done, now())
                 else:
-                    await share.step_done()
-                self._deliver(done, now())
+                    await self._take_no_time(done, share)
         finally:
             self.catch_up()
             self.flush()
@@ -215,6 +215,14 @@ class Rank:
             self._has_ended = True
             self.fail_all(_ended)
             self._wake_reservations()
+
+    async def _take_no_time(self, done: StepResult, share: LoopShare) -> None:
+        """Let others have their turns once it is time; in real time the output of the step comes before that."""
+        if not self._is_exact:
+            self._deliver(done, self._clock())
+        await share.step_done()
+        if self._is_exact:
+            self._deliver(done, self._clock())
 
     def _run_ahead(self, begin_s: float) -> Stretch | None:
         """Begin a stretch of steps if the next ones allow it."""
@@ -347,7 +355,10 @@ class Rank:
         if self.latencies is not None:
             self.latencies.observe_step(done, live, now_s)
         holds = self._may_hold(now_s, now_s)
-        for sequence in done.emitted:
+        emitted = done.emitted
+        if done.admitted and not self._is_exact:  # first tokens first: readers have their turns in this order
+            emitted = sorted(emitted, key=lambda sequence: sequence.emitted > sequence.new_tokens)
+        for sequence in emitted:
             channel = live.get(sequence)
             if channel is not None:
                 is_finished = sequence.length == sequence.end
