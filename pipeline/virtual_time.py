@@ -27,6 +27,10 @@ Args = TypeVarTuple("Args")
 _BLIND_TURNS = 64
 """Turns in a row without polling the selector, before it is polled: a task may spin until a socket is ready."""
 
+_OWN_SOCKETS = 1
+"""A loop's own sockets: where there are no others, the selector is not polled each time the clock jumps. What brings a
+thread is ready without it, and signals come within `_BLIND_TURNS`."""
+
 _SAME_MOMENT_S = 1e-9
 """Times this close are one moment: a clock in seconds does not represent each millisecond exactly."""
 
@@ -111,7 +115,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             return
         if self._threads or not timers:
             self._poll(None)
-        elif not self._poll(0):
+        elif len(self._selector.get_map()) == _OWN_SOCKETS or not self._poll(0):
             self._has_rested_before(next_s)
             self._now_s = next_s
             self._take_timers()

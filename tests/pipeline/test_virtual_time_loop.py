@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
+from signal import SIGUSR1
+from socket import socketpair
 from typing import Any
 
 import pytest
@@ -213,8 +216,46 @@ def test_a_callback_of_its_own_does_not_wake_a_loop_that_is_awake(monkeypatch: p
         Timer().call_silently(3.0, lambda: handle.run(lambda: None))
         await asyncio.sleep(2.0)
         assert len(wakes) == 1
+        for _ in range(100):
+            await asyncio.sleep(0)
         monkeypatch.undo()
 
     in_virtual_time(main)
     assert seen.count(True) == 1
     assert False in seen
+
+
+def test_a_signal_is_handled_although_nothing_waits_for_sockets() -> None:
+    async def main() -> None:
+        loop, seen = asyncio.get_running_loop(), list[float]()
+        loop.add_signal_handler(SIGUSR1, lambda: seen.append(loop.time()))
+        try:
+            os.kill(os.getpid(), SIGUSR1)
+            for _ in range(200):
+                await asyncio.sleep(1.0)
+        finally:
+            loop.remove_signal_handler(SIGUSR1)
+        assert len(seen) == 1
+        assert seen[0] <= 70.0
+
+    in_virtual_time(main)
+
+
+def test_what_a_socket_brings_comes_before_the_clock_jumps() -> None:
+    async def main() -> None:
+        loop, (near, far), came_s = asyncio.get_running_loop(), socketpair(), list[float]()
+        with near, far:
+            near.setblocking(False)
+            for expected_s in range(5):
+                far.send(b"x")
+                assert await loop.sock_recv(near, 1) == b"x"
+                assert loop.time() == expected_s
+                reading = asyncio.create_task(loop.sock_recv(near, 1))
+                reading.add_done_callback(lambda _: came_s.append(loop.time()))
+                await asyncio.sleep(0)
+                far.send(b"y")
+                await asyncio.sleep(1.0)
+                assert reading.result() == b"y"
+            assert came_s == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+    in_virtual_time(main)
