@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -32,9 +31,6 @@ from .terminal import echo
 
 ShowLoading = Callable[[], AbstractContextManager[ReportProgress]]
 """Gives the function that shows how far a model is loaded, until its block ends."""
-
-GC_OBJECTS = 10_000
-"""Objects that are new since the last garbage collection when the next one begins."""
 
 _STATUS_HOST = "0.0.0.0"
 """All addresses: probes come from outside the container."""
@@ -208,14 +204,3 @@ def announce(line: str, host: Host) -> None:
     """Print the line that the program serves, and notify the process that started it."""
     echo(line)
     notify_ready(host.environment, line)
-
-
-def settle() -> None:
-    """Exclude the objects of the start-up, which stay anyway, from every later garbage collection, and collect less.
-
-    A collection of all of them delays every stream by some 25 ms. Requests leave no garbage in circles, also not those
-    that fail, so that a collection each 700 objects, Python's default, finds nothing for 6 to 9 % of the CPU.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GC_OBJECTS)

@@ -22,7 +22,8 @@ from .deployment import (
     engine_args_named,
     open_graph,
 )
-from .frontend import SHARED_HAND_OVER_S, Frontend, Host, ShowLoading, also_at, announce, settle
+from .frontend import SHARED_HAND_OVER_S, Frontend, Host, ShowLoading, also_at, announce
+from .garbage import settle
 from .listeners import inherited_sockets, listen
 from .server import (
     GRACE,

@@ -21,7 +21,8 @@ from pipeline.network import Runtime
 from pipeline.telemetry import merged
 
 from .deployment import HostOptions, Supervisor, event_log, graphs_of, routing_to, upstream_workers
-from .frontend import Frontend, Host, also_at, announce, settle
+from .frontend import Frontend, Host, also_at, announce
+from .garbage import settle
 from .server import Interrupts, listening_after, running, until_signalled
 from .status import ProcessStatus, serving_status, status_endpoint
 

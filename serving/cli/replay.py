@@ -121,6 +121,7 @@ def _replayed(
 
     from pipeline.virtual_time import run_in_virtual_time
 
+    from ..garbage import settle
     from ..replay import parse_faults, plan_faults, replay_settings, run_config
     from .progress import progress
 
@@ -131,6 +132,7 @@ def _replayed(
     how |= {name: getattr(workers, name) for name in ("gpus_per_worker", "gpus_per_prefill_worker")}
     settings = replay_settings(config, trace, trace=load.trace_name, faults=faults, concurrency=load.concurrency, **how)
     how |= {"faults": script, "sessions_at_a_time": load.concurrency, "per_request": report.per_request}
+    settle()
     began_s = perf_counter()
     with progress(trace.requests, sys.stderr) as on_progress:
         main = partial(run_config, config, trace, settings=settings, on_progress=on_progress, **how)

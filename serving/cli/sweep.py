@@ -45,6 +45,7 @@ def sweep(
     settled: Settled,
 ) -> int:
     """Replay a trace in every combination of routers, worker counts and what else varies; show which no other beats."""
+    from ..garbage import settle
     from ..replay import Sweep, sweep_runs, sweep_text
     from ..replay import sweep as run_all
     from ..variables import of_graphs
@@ -60,6 +61,7 @@ def sweep(
     trace = load.recorded()
     synthetic = load.synthetic(pool.seed, axes) if trace is None else None
     runs = sweep_runs(base, axes, speed_up=load.speed_up, concurrency=load.concurrency, load=synthetic)
+    settle()
     results: list[Any] = []
     code = 0
     with sweep_progress(len(runs), sys.stderr) as (on_progress, run_ended):

@@ -19,6 +19,9 @@ _HEADS = 50, 250
 _REQUEST_US, _INPUT_TOKEN_US, _OUTPUT_TOKEN_US = 600.0, 0.06, 1.2
 """What a request costs, as far as its lengths tell."""
 
+_KV_FACTOR = 2.0
+"""How much longer a request takes with the router kv, about."""
+
 Replay = Callable[[SweepRun, Trace], object]
 """Replays a load as a run; what it raises ends the estimate."""
 
@@ -40,6 +43,11 @@ class SweepPlan:
         """The plan in one line."""
         many = f"{self.runs:,} runs of {self.requests:,} requests in all, {self.jobs:,} at a time"
         return many if self.cpu_s is None else f"{many}: about {_duration(self.cpu_s / self.jobs)}"
+
+
+def relative_cost(run: SweepRun, load: Trace) -> float:
+    """Return how long a run takes beside others, roughly, without a look at it."""
+    return _nominal_s(load) * (_KV_FACTOR if run.config.router == "kv" else 1.0)
 
 
 def estimate_cpu_s(loads: Iterable[tuple[SweepRun, Trace]], replay: Replay) -> float | None:

@@ -22,6 +22,7 @@ from anyio.from_thread import start_blocking_portal
 
 from pipeline import BackendError
 
+from ...garbage import settle
 from ...log_format import log_to_stderr
 
 Work = Callable[[Any, Any, Callable[[int], object]], Any]
@@ -111,6 +112,7 @@ def _common(folder: Path) -> tuple[Work, Any, int, memoryview]:
     os.dup2(sys.stderr.fileno(), 2)
     work, shared, starter, log_level = pickle.loads((folder / "common").read_bytes())
     log_to_stderr(log_level)
+    settle()
     return work, shared, starter, _counts(folder)
 
 

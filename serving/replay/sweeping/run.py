@@ -29,7 +29,7 @@ from ..runner import run_config
 from ..samples import INTERVAL_MS
 from ..schedule import Schedule
 from ..traces import SyntheticLoad, Trace
-from .estimate import SweepPlan, estimate_cpu_s
+from .estimate import SweepPlan, estimate_cpu_s, relative_cost
 from .grid import SweepRun
 from .processes import run_in_processes
 from .results import Sweep, SweepResult
@@ -129,6 +129,8 @@ def sweep(
     if on_plan is not None and missing:
         on_plan(_plan(missing, shared, jobs))
     if min(jobs, len(missing)) > 1:
+        # The longest first: all processes end at about the same time.
+        missing.sort(key=lambda task: relative_cost(task.run, _load(task.run, trace)), reverse=True)
         run_in_processes(_replay, shared, missing, jobs, collector.progress, collector.ended)
     else:
         for place, task in enumerate(missing):

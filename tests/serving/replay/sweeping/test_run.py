@@ -58,6 +58,27 @@ def test_each_report_is_that_of_the_run_alone() -> None:
     assert run_in_virtual_time(alone, backend="asyncio").to_json() == last.to_json()
 
 
+def test_in_processes_the_longest_runs_begin_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All processes then end at about the same time; the results are in the order of the runs."""
+    load = SyntheticLoad(input_tokens=100, output_tokens=2, request_count=3)
+    runs = sweep_runs(MOCKER, {"router": ["random", "kv"], "request_count": [2, 4, 3]}, load=load)
+    begun: list[str] = []
+
+    def run_here(work: Any, shared: Any, tasks: Any, jobs: int, on_progress: Any, on_result: Any) -> None:
+        for at, task in enumerate(tasks):
+            begun.append(task.run.name)
+            on_result(at, work(shared, task, lambda count: None), None)
+
+    monkeypatch.setattr(sweeping, "run_in_processes", run_here)
+    done = sweep(runs, jobs=2)
+    assert begun == [
+        *("kv request_count=4", "kv request_count=3", "random request_count=4", "kv request_count=2"),
+        *("random request_count=3", "random request_count=2"),
+    ]
+    assert [result.run for result in done.results] == runs
+    assert [one.report.num_requests for one in done.results if one.report is not None] == [2, 4, 3, 2, 4, 3]
+
+
 def test_settings_contain_every_difference() -> None:
     """Settings of a router are only in its own runs; another trace of the same name is another load."""
     vary: dict[str, list[Any]] = {"router": ["random", "kv"], "overlap_score_credit": [0.5]}
