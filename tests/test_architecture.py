@@ -109,6 +109,7 @@ DOORS = {
         "pipeline/wire/decoders.py",
         "pipeline/wire/token_items.py",
         "pipeline/wire/typed_items.py",
+        "pipeline/wire/typed_records.py",
         "serving/openai/form.py",
     },
     "nats": {f"pipeline/network/nats/broker_{name}.py" for name in ("messages", "session", "streams")},

@@ -32,7 +32,7 @@ from attrs import frozen
 from pipeline.errors import InvalidArgument, InvalidMessage
 from pipeline.protocols.field_rules import U64
 from pipeline.rx import Disposable, Observable, ObserverBase
-from pipeline.wire import from_msgpack, to_msgpack
+from pipeline.wire import record_reader, to_msgpack
 
 from .names import EndpointId
 
@@ -207,9 +207,10 @@ def decode_identity(data: bytes) -> EventIdentity:
 
 def _read(data: bytes, kind: type[T]) -> T:
     try:
-        return from_msgpack(data, kind)
+        found: T = record_reader(kind)(data)
     except InvalidArgument as error:
         raise InvalidMessage(f"not an envelope: {error}") from error
+    return found
 
 
 _log = logging.getLogger(__name__)

@@ -6,6 +6,9 @@ has `wire_closed: ClassVar[bool] = True`. A field without a default that is name
 is read as null where it is absent. The records of a union are distinguished by a tag: see `Tagged`. A class with a wire
 form of its own has `to_wire()` and the class method `from_wire(value)` instead.
 
+Where `wire_columns` of a record is a class of sequences, a `Sequence` of such records in which no optional field is set
+may be read as one, which is made of a list for each required field.
+
 `pipeline.wire.codec` reads these marks; nothing here translates anything.
 """
 

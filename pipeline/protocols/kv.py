@@ -51,6 +51,8 @@ class StoredBlock:
     It is never changed, like the other events; a frozen class would cost four times as much to construct.
     """
 
+    wire_columns: ClassVar[Any] = None  # the class below
+
     block_hash: U64
     tokens_hash: U64
     mm_extra_info: BlockExtraInfo | None = None
@@ -98,6 +100,9 @@ class StoredBlocks(Sequence[StoredBlock]):
 
     def __repr__(self) -> str:
         return repr(list(self))
+
+
+StoredBlock.wire_columns = StoredBlocks
 
 
 @frozen

@@ -18,6 +18,7 @@ from .sse import SSEDecoder, SSEMessage, encode
 from .token_items import item_to_msgpack as item_to_msgpack
 from .token_items import items_reader as items_reader
 from .token_items import ready_reader as ready_reader
+from .typed_records import record_reader as record_reader
 
 __all__ = [
     "SSEDecoder",

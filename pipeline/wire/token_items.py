@@ -21,6 +21,7 @@ from ..annotated import Annotated
 from ..protocols import LLMEngineOutput
 from .codec import from_msgpack, from_plain, to_msgpack
 from .typed_items import TypedItem, typed_items, typed_to_msgpack
+from .typed_records import typed_reader
 
 _INDEX_MAX = 127
 """Integers up to here are one byte."""
@@ -90,7 +91,7 @@ def items_reader(kind: Any) -> Callable[[bytes], list[Any]]:
         return [from_plain(item, kind) for item in from_msgpack(body, list)]
 
     if kind != Annotated[LLMEngineOutput]:
-        return read
+        return typed_reader(list[kind], read)
 
     def read_tokens(body: bytes) -> list[Any]:
         try:

@@ -38,6 +38,9 @@ class DirectEventLimits:
     """Bytes that wait, apart from the newest event; more drop the oldest."""
     batch_events: int = 64
     """Events in one item of a stream."""
+    gather_s: float = 0.002
+    """Seconds in which events gather after an item, unless the next one is full: a process that is woken for each of
+    many events spends more on that than on the events."""
     first_delay_s: float = 0.1
     """Seconds before a stream that broke is opened again; twice as long after each failure."""
     longest_delay_s: float = 5.0

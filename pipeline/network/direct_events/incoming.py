@@ -18,7 +18,7 @@ from attrs import define, evolve, field
 from pipeline import Context, InvalidArgument
 from pipeline.errors import InvalidMessage
 from pipeline.rx import AnyIOScheduler, CompositeDisposable, Disposable, DisposableBase, Observable, ObserverBase
-from pipeline.wire import from_json, from_msgpack
+from pipeline.wire import from_json, record_reader
 
 from ..discovery import Change, Gone, Put, Store
 from ..events import Event, Fanout, Missed, Sequences, decode_event, decode_frame
@@ -265,7 +265,7 @@ class _Followed:
             self._owner.report(self._channel, event.publisher_id)
         for payload_type, fanout in list(self._fanouts.items()):
             try:
-                payload = from_msgpack(event.payload, payload_type)
+                payload = record_reader(payload_type)(event.payload)
             except InvalidArgument as error:
                 self._pass_over(remote, error)
                 self._owner.report(self._channel, event.publisher_id)

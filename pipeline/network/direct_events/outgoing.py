@@ -20,7 +20,7 @@ import anyio
 
 from pipeline import Context, StreamClosed, function_engine
 from pipeline.errors import CodecError
-from pipeline.loop import LoopHandle, Wakeup
+from pipeline.loop import LoopHandle, Timer, Wakeup, clock
 from pipeline.rx import AnyIOScheduler
 from pipeline.wire import to_json, to_msgpack
 
@@ -52,7 +52,7 @@ class ReaderQueue:
         """Each with its publisher and its number."""
         self._dropped: dict[int, int] = {}
         """Of publishers whose events were dropped: the number behind the last of these."""
-        self._news = Wakeup()
+        self._news, self._gathered, self._clock = Wakeup(), Timer(), clock()
         self._is_closed = False
         self.size_bytes = 0
         """Bytes that wait."""
@@ -64,6 +64,8 @@ class ReaderQueue:
         """Append an event; drop the oldest ones while there are too many."""
         events, limits = self._events, self._limits
         events.append((frame, publisher_id, sequence))
+        if len(events) >= limits.batch_events:
+            self._gathered.wake()
         self.size_bytes += len(frame)
         while len(events) > limits.events or (self.size_bytes > limits.size_bytes and len(events) > 1):
             oldest, dropped_id, number = events.popleft()
@@ -75,10 +77,12 @@ class ReaderQueue:
         """End the stream after what waits."""
         self._is_closed = True
         self._news.wake()
+        self._gathered.wake()
 
     async def batches(self, context: Context[Any]) -> AsyncGenerator[EventBatch, None]:
         """Yield the publishers' states, then events as they come, until the queue is closed or the request stopped.
 
+        An event that comes alone is yielded at once; after an item others gather for `limits.gather_s`.
         Where events were dropped, the next item has the states of their publishers: these may publish nothing more.
         """
         forget = context.control.on_stop(self.close)
@@ -91,7 +95,10 @@ class ReaderQueue:
                     yield self._next_batch()
                 if self._is_closed:
                     return
+                next_s = self._clock() + self._limits.gather_s
                 await self._news.wait()
+                if self._clock() < next_s and len(self._events) < self._limits.batch_events and not self._is_closed:
+                    await self._gathered.wait_until(next_s)
         finally:
             forget()
 

@@ -18,7 +18,7 @@ from anyio.lowlevel import checkpoint
 
 from pipeline.errors import described
 from pipeline.rx import CompositeDisposable, Disposable, DisposableBase, Observable, ObserverBase
-from pipeline.wire import from_msgpack, to_msgpack
+from pipeline.wire import record_reader, to_msgpack
 
 from ..events import (
     Event,
@@ -272,7 +272,7 @@ class _Subject:
             self.missed.push(Missed(event.publisher_id))
         for kind, fanout in list(self.events.items()):
             try:
-                payload = from_msgpack(event.payload, kind)
+                payload = record_reader(kind)(event.payload)
             except Exception as error:  # of another type
                 self._pass_over(error)
                 continue
