@@ -1,13 +1,14 @@
 """Streams: the messages that a server stores, in the terms of this package. Another door of nats-py.
 
-A call ends as `BrokerSession.call` around it does.
+A call ends as `BrokerSession.call` around it does, and with Unavailable if it is not answered in `call_timeout_s`:
+servers without a leader answer nothing.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import anyio
@@ -42,6 +43,14 @@ class Streams:
     def __init__(self, messages: Messages, api_of_client: JetStreamContext) -> None:
         self._messages, self._api = messages, api_of_client
 
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        timeout_s = self._messages.options.call_timeout_s
+        with anyio.move_on_after(timeout_s) as scope:
+            yield
+        if scope.cancelled_caught:
+            raise Unavailable(f"{self._messages.address} has not answered within {timeout_s:g} s")
+
     async def account(self) -> bool:
         """Return whether the server has JetStream for this login. Raise its error if it cannot answer now."""
         try:
@@ -57,11 +66,13 @@ class Streams:
         wanted = api.StreamConfig(**config)
         assert wanted.name is not None
         try:
-            await self._api.add_stream(wanted)
+            with self._answered():
+                await self._api.add_stream(wanted)
         except nats.js.errors.BadRequestError as error:
             if error.err_code != _NAME_IN_USE:
                 raise
-            found = (await self._api.stream_info(wanted.name)).config
+            with self._answered():
+                found = (await self._api.stream_info(wanted.name)).config
             lacking = [name for name, value in config.items() if value is True and getattr(found, name) is not True]
             if lacking:
                 raise Unavailable(
@@ -78,7 +89,8 @@ class Streams:
         if expected is not None:
             headers = headers | {EXPECTED_HEADER: str(expected)}
         try:
-            return (await self._api.publish(subject, data, headers=headers)).seq
+            with self._answered():
+                return (await self._api.publish(subject, data, headers=headers)).seq
         except nats.js.errors.APIError as error:
             if error.err_code in _WRONG_SEQUENCE:
                 return None
@@ -111,7 +123,8 @@ class Streams:
     async def last(self, stream: str, subject: str) -> Stored | None:
         """Return the subject's last message in the stream, None if there is none."""
         try:
-            found = await self._api.get_msg(stream, subject=subject)
+            with self._answered():
+                found = await self._api.get_msg(stream, subject=subject)
         except nats.js.errors.NotFoundError:
             return None
         return Stored(found.data or b"", found.headers or {}, found.seq or 0)
@@ -133,24 +146,27 @@ class Streams:
             num_replicas=1,
             mem_storage=True,
         )
-        return (await self._api.add_consumer(stream, config)).num_pending or 0
+        with self._answered():
+            return (await self._api.add_consumer(stream, config)).num_pending or 0
 
     async def forget(self, stream: str, name: str) -> None:
         """End what `consume` began; the server does so too after a while."""
-        with suppress(nats.errors.Error):
+        with suppress(nats.errors.Error), self._answered():
             await self._api.delete_consumer(stream, name)
 
     async def after(self, stream: str, subject: str, sequence: int) -> Stored | None:
         """Return the subject's first message in the stream from that number on, None if there is none."""
         try:
-            found = await self._api.get_msg(stream, seq=sequence, subject=subject, next=True, direct=True)
+            with self._answered():
+                found = await self._api.get_msg(stream, seq=sequence, subject=subject, next=True, direct=True)
         except nats.js.errors.NotFoundError:
             return None
         return Stored(found.data or b"", found.headers or {}, found.seq or 0)
 
     async def purge(self, stream: str, subject: str) -> None:
         """Remove all messages of the subject from the stream."""
-        await self._api.purge_stream(stream, subject=subject)
+        with self._answered():
+            await self._api.purge_stream(stream, subject=subject)
 
 
 def _sequence_in(answer: bytes) -> int | None:

@@ -9,13 +9,15 @@ longer than it may live, is looked for in a new snapshot: older servers report n
 away, and a server without room for renewals keeps what it has.
 
 What is known stays while there is no connection. A key that lapsed, or is not there any more, when the server has not
-been there for a whole lease time is not gone yet: its owner could not renew it. It has a lease time to come back; only
+been there for a whole lease time, or a cluster has elected who writes the bucket within it, is not gone yet: its owner
+could not renew it. It has a lease time to come back; only
 then is it Gone. A key that was deleted is Gone at once.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 import anyio
@@ -37,6 +39,8 @@ from .subjects import is_hashed, key_of
 _log = logging.getLogger(__name__)
 
 _WAITING_MESSAGES, _WAITING_BYTES = 2**17, 256 * 1024 * 1024
+_ELECTED = "$JS.EVENT.ADVISORY.STREAM.LEADER_ELECTED"
+"""Subject below which the servers of a cluster publish that a stream has another leader."""
 _SILENT_HEARTBEATS = 4
 """A reader of a stream that has received nothing, not even a heartbeat, for so long is made anew."""
 
@@ -148,6 +152,8 @@ class PrefixWatch:
         self._positions: dict[str, int] = {}
         self._hashed: dict[str, str] = {}
         """Subject -> key, where the subject does not hold it."""
+        self._elected_s = -math.inf
+        """When the servers of a cluster elected the one that writes the bucket: until then nobody could renew."""
         self._synced = anyio.Event()
         self._removed = anyio.Event()
         self._log = LogLimit(_log)
@@ -164,12 +170,29 @@ class PrefixWatch:
     async def _follow(self, session: BrokerSession) -> None:
         await self._bucket.ensure(session)
         self._silent = frozenset()  # silence over a reconnect means nothing
+        subject = f"{_ELECTED}.{self._bucket.stream}"
+        unsubscribe = await session.subscribe(subject, self._on_elected, messages=16, size_bytes=64 * 1024)
+        try:
+            await self._read(session)
+        finally:
+            if not session.lost.is_set():
+                with CancelScope(shield=True, deadline=self._now_s() + 1.0), session.call():
+                    await unsubscribe()
+
+    async def _read(self, session: BrokerSession) -> None:
         while True:
             self._snapshot, self._positions = {}, {}
             delivery = Delivery(self._take)
             await read_stream(session, self._bucket, self._prefix, delivery, self._settle)
             if not self._silent:
                 self._log.warning("the watch of %s/%s has a gap and begins again", self._bucket.name, self._prefix)
+
+    def _on_elected(self, _: Delivered) -> None:
+        self._elected_s = self._now_s()
+
+    def _steady_since_s(self) -> float:
+        """Return since when each owner could have renewed its keys, for all that is known here."""
+        return max(self._connection.steady_since_s(), self._elected_s)
 
     def _take(self, message: Delivered, position: Position) -> None:
         if (key := self._key(message)) is None or not matches_prefix(key, self._prefix):
@@ -203,7 +226,7 @@ class PrefixWatch:
                 self._apply(key, snapshot[key], self._positions[key], is_again=True)
             self._positions = {}
             self._synced.set()
-        steady_s, late_s = self._connection.steady_since_s(), self._now_s() - self._connection.options.reconnect_max_s
+        steady_s, late_s = self._steady_since_s(), self._now_s() - self._connection.options.reconnect_max_s
         for key in [key for key, since_s in self._doubted.items() if max(since_s, steady_s) + self._ttl_s <= late_s]:
             self._remove(key)
         self._silent = frozenset(
@@ -219,7 +242,7 @@ class PrefixWatch:
             self._put(put_of(key, message, sequence), is_again=is_again)
         elif key in self.known:
             # The last renewal was a lease time ago. If there was an outage then, the owner could not renew it again.
-            is_doubtful = self._connection.steady_since_s() > self._now_s() - self._ttl_s
+            is_doubtful = self._steady_since_s() > self._now_s() - self._ttl_s
             if state == "lapsed" and is_doubtful:
                 self._doubt(key)
             else:

@@ -323,3 +323,63 @@ async def test_servers_killed_and_suspended_again_and_again_lose_no_lease(tmp_pa
             await anyio.sleep(GRACE_S + 1)
             assert len(await other.entries()) == 50
             assert len(received) == 50
+
+
+@pytest.mark.slow
+async def test_a_key_that_lapsed_around_an_election_has_its_time_to_come_back(world: NatsWorld) -> None:
+    """The servers of a cluster that have no leader take no renewals, and drop what has lapsed when they have one."""
+    async with world.store() as owner, world.store() as other:
+        await owner.create("a/1", b"1")
+        received, _ = record_watch(other)
+        await eventually(lambda: len(received) == 1)
+        messages = other._connection.session_now()
+        owner.abandon("a/1")
+        begun_s = anyio.current_time()
+        await anyio.sleep(TTL_S / 2)
+        await messages.publish(f"$JS.EVENT.ADVISORY.STREAM.LEADER_ELECTED.KV_{world.bucket}", b"{}")
+        await eventually(lambda: Gone("a/1") in received, 4 * TTL_S + 2 * GRACE_S)
+        assert anyio.current_time() - begun_s > 1.5 * TTL_S
+
+
+async def test_a_renewal_that_is_never_answered_is_not_the_last(
+    world: NatsWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of servers without a leader, while the connection is as ever."""
+    async with world.store() as owner:
+        await owner.create("a/1", b"1")
+        streams = owner._connection.session_now().streams
+        asked: list[Any] = []
+
+        async def refused(batch: list[Any]) -> list[None]:
+            return [None] * len(batch)
+
+        async def unanswered(*_: Any, **__: Any) -> None:
+            asked.append(None)
+            await anyio.sleep_forever()
+
+        with monkeypatch.context() as silent:
+            silent.setattr(streams, "store_all", refused)
+            silent.setattr(streams._api, "get_msg", unanswered)
+            await eventually(lambda: bool(asked), 2 * TTL_S)
+        before = owner.renewals
+        await eventually(lambda: owner.renewals > before + 1, 2 * QUICK.call_timeout_s + 3 * TTL_S)
+        assert await owner.get("a/1") is not None
+        assert owner._connection.sessions == 1
+
+
+async def test_a_watch_whose_reader_is_never_answered_begins_again(
+    world: NatsWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world.store() as owner, world.store() as other:
+        await owner.create("a/1", b"1")
+        api, asked = other._connection.session_now().streams._api, list[Any]()
+
+        async def unanswered(*_: Any, **__: Any) -> None:
+            asked.append(None)
+            await anyio.sleep_forever()
+
+        with monkeypatch.context() as silent:
+            silent.setattr(api, "add_consumer", unanswered)
+            received, _ = record_watch(other)
+            await eventually(lambda: bool(asked))
+        await eventually(lambda: len(received) == 1, 2 * QUICK.call_timeout_s + 2)
