@@ -135,6 +135,14 @@ async def test_a_session_whose_worker_is_at_fault_is_bound_anew_everywhere() -> 
         assert await one.turn(A) == B
 
 
+async def test_a_turn_longer_than_the_time_keeps_its_session_elsewhere() -> None:
+    async with fronts(2) as (_, (one, other)), anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: one.turn(A, lasts_s=3 * TTL_S))
+        for _ in range(5):
+            await anyio.sleep(TTL_S / 2)
+            assert other.peek() == A
+
+
 async def test_a_binding_to_another_worker_meanwhile_is_not_unbound() -> None:
     async with fronts(2) as (_, (one, other)):
         await one.turn(A)

@@ -178,9 +178,14 @@ async def test_a_port_that_is_taken_is_named() -> None:
     ids=["trio", "trio-tls", "asyncio-tls"],
 )
 async def test_without_a_free_file_descriptor_callers_wait(
-    caplog: pytest.LogCaptureFixture, anyio_backend: tuple[str, dict[str, Any]], has_tls: bool, tmp_path: Path
+    caplog: pytest.LogCaptureFixture,
+    anyio_backend: tuple[str, dict[str, Any]],
+    has_tls: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On asyncio without TLS it is the loop that waits."""
+    monkeypatch.setattr(handshakes, "HANDSHAKES_MAX", 2)  # what cannot be accepted takes no place
     options = tls(files(tmp_path, "worker.test", trustme.CA())) if has_tls else TCP
     async with planes(options) as both:
         _, engine = await both.serve(ScriptedEngine([1]))
