@@ -123,35 +123,15 @@ def ready_reader(kind: Any, join_max: int) -> Callable[[deque[bytes]], Ready]:
         if len(bodies) > 1 and (joined := _joined(bodies, join_max)) is not None:
             return joined
         body = bodies[0]
-        is_short = len(body) <= _LONE_BYTES
-        if is_short and (known := _lone.get(body)) is not None:
-            bodies.popleft()
-            return [Annotated(LLMEngineOutput([known[0]], index=known[1]))], 1, len(body)
         try:
             found = typed_items(body)
         except ValueError:
             return read_first(bodies)
         bodies.popleft()
-        if is_short and found and len(_lone) < _LONE_MAX:
-            _remember(body, found)
         items = [Annotated(found[0].data.chunk())] if len(found) == 1 else _join(found, join_max)
         return items, len(found), len(body)
 
     return read_joined
-
-
-_LONE_MAX, _LONE_BYTES = 4096, 160
-"""Lists of one token whose content is kept, and bytes of one: 1 MB of the first to come, mostly of frequent tokens."""
-_lone: dict[bytes, tuple[int, int | None]] = {}
-"""Token and choice by the list's bytes; to look there takes a quarter of the time of reading it."""
-
-
-def _remember(body: bytes, found: list[TypedItem]) -> None:
-    """Keep the content of a list with one usual item of one token, if there is room."""
-    output = found[0].data
-    is_usual = output.finish_reason is None and output.completion_usage is UNSET
-    if is_usual and len(found) == len(output.token_ids) == 1:
-        _lone[body] = output.token_ids[0], output.index
 
 
 def _joined(bodies: deque[bytes], join_max: int) -> Ready | None:

@@ -244,25 +244,3 @@ def test_a_frame_that_cannot_be_read_comes_after_those_before_it(given_items: li
         assert _flat(found) == _flat(given_items[:at])
     else:
         assert _flat(found) == _flat([*given_items[:at], *expected, *given_items[at + 1 :]])
-
-
-@given(st.integers(0, 2**32 - 1), indexes)
-def test_a_lone_token_is_the_same_when_its_list_is_known(token_id: int, index: int | None) -> None:
-    read, item = ready_reader(KIND, 64), Annotated(LLMEngineOutput([token_id], index=index))
-    body = to_msgpack([item])
-    for _ in range(3):
-        items, count, size_bytes = read(deque([body]))
-        assert (items, count, size_bytes) == ([item], 1, len(body))
-        items[0].data.token_ids.append(0)  # the reader's own
-
-
-def test_no_more_lists_are_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    known: dict[bytes, tuple[int, int | None]] = {}
-    monkeypatch.setattr(token_items, "_lone", known)
-    monkeypatch.setattr(token_items, "_LONE_MAX", 3)
-    read = ready_reader(KIND, 64)
-    for kept in ([7, 8], [], [1], [2], [1], [3], [4], [5]):
-        body = to_msgpack([Annotated(LLMEngineOutput(kept))])
-        assert read(deque([body]))[0] == [Annotated(LLMEngineOutput(kept))]
-    assert read(deque([to_msgpack([Annotated(LLMEngineOutput([6], finish_reason=FinishReason.STOP))])]))[1] == 1
-    assert sorted(known.values()) == [(1, None), (2, None), (3, None)]
