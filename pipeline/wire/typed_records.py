@@ -58,7 +58,11 @@ def record_reader(kind: Any) -> Reader:
 
 def typed_reader(kind: Any, otherwise: Reader) -> Reader:
     """Return the function that reads messages as this type, and leaves those of no usual form to another function."""
-    if (form := _form(kind)) is None:
+    try:
+        form = _form(kind)
+    except RecursionError:  # a record that holds records of its own type
+        form = None
+    if form is None:
         return otherwise
     decode, make = msgspec.msgpack.Decoder(form.kind).decode, form.make or _same
 
@@ -77,8 +81,10 @@ def _same(value: Any) -> Any:
 
 def _form(kind: Any) -> _Form | None:
     """Return the form of a type; None for one that is left to the general codec."""
-    if kind in _AS_THEY_ARE or shape(kind) is Literal:
+    if kind in _AS_THEY_ARE:
         return _Form(kind)
+    if shape(kind) is Literal:  # the general codec knows texts only
+        return _Form(kind) if all(type(value) is str for value in get_args(kind)) else None
     if (limits := int_range(kind)) is not None:
         high = limits.high if limits.high < 2**63 else None  # no integer of MessagePack exceeds 64 bits
         return _Form(Annotated[int, msgspec.Meta(ge=limits.low, le=high)])

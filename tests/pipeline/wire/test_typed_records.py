@@ -167,6 +167,20 @@ class WithDefaultRecord:
 
 
 @frozen
+class Tree:
+    """Holds records of its own type."""
+
+    below: list[Tree] = field(factory=list)
+
+
+@frozen
+class Numbered:
+    """Its literals are no texts, of which there are none on the wire."""
+
+    number: Literal[1, 2]
+
+
+@frozen
 class Closed:
     """Takes no unknown key."""
 
@@ -185,6 +199,7 @@ class Closed:
         WithDefaultRecord(Inner(4), [Inner(5)]),
         Closed(),
         Closed(7),
+        Tree([Tree(), Tree([Tree()])]),
         PreprocessedRequest([1, 2], "m"),
     ],
 )
@@ -193,8 +208,10 @@ def test_other_records_are_read_as_by_the_general_codec(record: Any) -> None:
     assert record_reader(type(record))(body) == from_msgpack(body, type(record)) == record
 
 
-@pytest.mark.parametrize("kind", [Odd, WithDefaultRecord, Closed, RouterEvent])
-@pytest.mark.parametrize("plain", [{}, {"new": 1}, {"kinds": []}, {"kinds": ["c"]}, {"count": -1}, 7, None, []])
+@pytest.mark.parametrize("kind", [Odd, WithDefaultRecord, Closed, Tree, Numbered, RouterEvent])
+@pytest.mark.parametrize(
+    "plain", [{}, {"new": 1}, {"kinds": []}, {"kinds": ["c"]}, {"count": -1}, {"number": 1}, 7, None, []]
+)
 def test_other_values_give_the_same_record_or_the_same_error(kind: Any, plain: Any) -> None:
     body = msgspec.msgpack.encode(plain)
     assert outcome(record_reader(kind), body) == outcome(from_msgpack, body, kind)
