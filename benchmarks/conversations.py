@@ -134,6 +134,7 @@ def routers(workers: int, seed: int) -> dict[str, GraphConfig]:
         "least loaded": common(router="least-loaded"),
         "KV, by events": common(router="kv"),
         "KV, by expected delay": common(router="kv", kv_router=KvRouterConfig(router_placement="expected_delay")),
+        "KV, by marginal delay": common(router="kv", kv_router=KvRouterConfig(router_placement="marginal_delay")),
         "KV, approximate": common(router="kv", kv_router=KvRouterConfig(use_kv_events=False)),
     }
 

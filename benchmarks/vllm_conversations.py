@@ -33,7 +33,7 @@ PROMPT_TOKENS, ANSWER_TOKENS, NEW_TOKENS, TURNS = 300, 24, 40, 4
 AT_A_TIME = 4
 START_S = 60.0
 ROUTERS: tuple[tuple[str, dict[str, str]], ...] = (
-    ("kv", {}),
+    ("kv", {"DYN_ROUTER_PLACEMENT": "cost"}),
     ("kv", {"DYN_ROUTER_PREFILL_LOAD_SCALE": "4"}),
     ("round-robin", {}),
 )

@@ -23,7 +23,7 @@ from .router import KvRouter, kv_router
 from .selection import WorkerType
 from .service import RouterService
 from .session_peers import shared_sessions
-from .types import WorkerRank
+from .types import PlacementRule, WorkerRank
 
 __all__ = [
     "ACTIVE_REQUEST_EXPIRY",
@@ -38,6 +38,7 @@ __all__ = [
     "KvRecovery",
     "KvRouter",
     "KvRouterConfig",
+    "PlacementRule",
     "PolicyClass",
     "PolicyDocument",
     "PolicyProfile",

@@ -91,7 +91,9 @@ class KvRouterConfig:
     )
     host_cache_hit_weight: float = _file(0.75, "Credit for a block in host memory.", share())
     disk_cache_hit_weight: float = _file(0.25, "Credit for a block on disk.", share())
-    router_placement: PlacementRule = _field("cost", "Rule by which a worker is chosen.")
+    router_placement: PlacementRule = _field(
+        "cost", "Rule by which a worker is chosen; programs take marginal_delay where nothing is set for the cost."
+    )
     router_temperature: float = _field(0.0, "Randomness of the choice; 0: always the lowest cost.")
     use_kv_events: bool = _field(
         True, "Whether the router follows the cache events of engines, or predicts caches from what it sent."

@@ -13,12 +13,16 @@ from collections.abc import Mapping, Sequence
 from math import exp, log
 from types import MappingProxyType
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from .types import WorkerRank
 
 PASS_TOKENS = 1024
 """What a pass of an engine takes besides its prompt tokens, in such tokens: as long as computing so many."""
+BATCH_TOKENS = 8192
+"""Prompt tokens of one pass: prompts that wait share it up to here."""
+STEP = 1 / 300
+"""What a token in a block that is held costs each step: reading it takes that part of the time to compute one."""
 
 
 @frozen
@@ -34,6 +38,8 @@ class Pace:
     """The prompt tokens that are before a prompt and its own, by its own: what others wait for each token more."""
     slowness: Mapping[WorkerRank, float] = MappingProxyType({})
     """The ranks that differ from the others by more than chance: how many times as long they take."""
+    returns: float = 0.0
+    """How often a prompt token is needed again while it is cached: cached prompt tokens by those to compute."""
 
     def multipliers(self, ranks: Sequence[WorkerRank]) -> list[float] | None:
         """Return the slowness of each of these ranks; None where no rank differs."""
@@ -60,6 +66,9 @@ MOST_SLOWNESS = 2.0
 """As a logarithm, up or down."""
 PAUSE_WEIGHTS = 0.003, 0.3
 MOST_CONGESTION = 5.0
+MOST_RETURNS = 20.0
+LATELY_S = 10.0
+"""The blocks a rank held lately are a mean over about so long, as seen whenever a request is placed."""
 _NS = 1_000_000_000
 _RATES = 125, 8000
 """Of a single request, in thousandths: so much slower or faster than predicted, at most."""
@@ -97,20 +106,32 @@ class PaceMeter:
 
     _pace: Pace = field(default=UNOBSERVED, init=False)
     _folded_s: float | None = field(default=None, init=False)
-    _booked: _Recent = field(factory=lambda: _Recent.of(RECENT, 3), init=False)
-    """Requests, prompt tokens before them, their own."""
+    _booked: _Recent = field(factory=lambda: _Recent.of(RECENT, 4), init=False)
+    """Requests, prompt tokens before them, those of their own to compute and a pass, their prompts."""
     _waits: _Recent = field(factory=lambda: _Recent.of(RECENT, 5), init=False)
     """Requests; x: tokens until the first token; x²; y: nanoseconds; xy."""
     _answers: _Recent = field(factory=lambda: _Recent.of(RECENT, 3), init=False)
     """Answers, their tokens, nanoseconds from the first."""
     _rates: dict[WorkerRank, _Recent] = field(factory=dict, init=False)
     """Requests of a rank, and how fast they were: the predicted time by the time, in thousandths."""
+    _held: dict[WorkerRank, tuple[float, float]] = field(factory=dict, init=False)
+    """The mean of the blocks that a rank held lately, and the time of it."""
     _line: tuple[float, float] | None = field(default=None, init=False)
     """The predicted time: nanoseconds at 0 tokens, and by token."""
 
-    def booked(self, before_tokens: int, new_tokens: int) -> None:
-        """A request was booked on a rank that has so many prompt tokens to compute before its own."""
-        self._booked.add(1, before_tokens, new_tokens + PASS_TOKENS)
+    def booked(self, before_tokens: int, new_tokens: int, prompt_tokens: int) -> None:
+        """A request was booked on a rank that has so many prompt tokens to compute before its own new ones."""
+        self._booked.add(1, before_tokens, new_tokens + PASS_TOKENS, prompt_tokens)
+
+    def blocks_lately(self, ranks: Sequence[WorkerRank], blocks: Sequence[int], now_s: float) -> list[float]:
+        """Return the mean of the blocks that each of these ranks held lately, and take note of those it holds now."""
+        means, found = self._held, []
+        for rank, held in zip(ranks, blocks, strict=True):
+            mean, at_s = means.get(rank, (0.0, now_s))
+            mean = held + (mean - held) * exp((at_s - now_s) / LATELY_S)
+            means[rank] = mean, now_s
+            found.append(mean)
+        return found
 
     def answered(self, rank: WorkerRank, tokens: int, wait_s: float) -> None:
         """The first token came, `wait_s` after the booking; its rank then had so many prompt tokens to compute."""
@@ -132,7 +153,8 @@ class PaceMeter:
         """Forget the ranks of a worker: another one may come under its id."""
         self._rates = {rank: recent for rank, recent in self._rates.items() if rank.worker_id != worker_id}
         slowness = {rank: slow for rank, slow in self._pace.slowness.items() if rank.worker_id != worker_id}
-        self._pace = Pace(self._pace.pause_weight, self._pace.answer_tokens, self._pace.congestion, slowness)
+        self._held = {rank: held for rank, held in self._held.items() if rank.worker_id != worker_id}
+        self._pace = evolve(self._pace, slowness=slowness)
 
     def pace(self, now_s: float) -> Pace:
         """Return the figures. They stay the same for `EVERY_S`."""
@@ -148,7 +170,8 @@ class PaceMeter:
         for recent in self._rates.values():
             recent.fold(keep)
         self._line = _line(self._waits.sums)
-        self._pace = Pace(self._pause_weight(), self._answer_tokens(), self._congestion(), self._slowness())
+        pause, answer, congestion = self._pause_weight(), self._answer_tokens(), self._congestion()
+        self._pace = Pace(pause, answer, congestion, self._slowness(), self._returns())
 
     def _pause_weight(self) -> float:
         (waits, _, _, wait_ns, _), (answers, _, answer_ns) = self._waits.sums, self._answers.sums
@@ -164,8 +187,15 @@ class PaceMeter:
         return UNOBSERVED.answer_tokens if answers < LEAST else tokens / answers
 
     def _congestion(self) -> float:
-        requests, before_tokens, own_tokens = self._booked.sums
+        requests, before_tokens, own_tokens, _ = self._booked.sums
         return 1.0 if requests < LEAST else min(MOST_CONGESTION, 1.0 + before_tokens / own_tokens)
+
+    def _returns(self) -> float:
+        requests, _, own_tokens, prompt_tokens = self._booked.sums
+        if requests < LEAST:
+            return UNOBSERVED.returns
+        new_tokens = max(1.0, own_tokens - PASS_TOKENS * requests)
+        return min(MOST_RETURNS, max(0.0, prompt_tokens / new_tokens - 1.0))
 
     def _slowness(self) -> Mapping[WorkerRank, float]:
         found = {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from attrs import define, field
+from attrs import define, evolve, field
 
 from pipeline import Annotated
 from pipeline.loop import clock
@@ -27,12 +27,14 @@ from .load import (
     AddRequest,
     Free,
     MarkPrefillCompleted,
+    RankLoads,
     ReplicaSync,
     SequenceLoad,
 )
 from .metrics import RequestMeter
 from .numbers import RankNumbers
 from .pace import UNOBSERVED, Pace, PaceMeter
+from .types import WorkerRank
 
 _log = logging.getLogger(__name__)
 
@@ -177,13 +179,20 @@ class LoadBook:
         reservation._decision = decision
         if self._meter is not None and (slot := reservation.slot) is not None:
             reservation.queued_tokens = slot.prompts.tokens_at(now_s)
-            self._meter.booked(max(0, reservation.queued_tokens - load.prefill_tokens), load.prefill_tokens)
+            before_tokens = max(0, reservation.queued_tokens - load.prefill_tokens)
+            self._meter.booked(before_tokens, load.prefill_tokens, decision.prompt.isl_tokens)
         if self.peers is not None:
             self.peers.publish(reservation, AddRequest.of(load), reservation.lora_name)
 
     def pace(self, now_s: float) -> Pace:
         """Return how the workers answer, as far as that is observed."""
         return UNOBSERVED if self._meter is None else self._meter.pace(now_s)
+
+    def with_blocks_lately(self, loads: RankLoads, ranks: Sequence[WorkerRank], now_s: float) -> RankLoads:
+        """Return the loads of these ranks with the blocks that each held lately, as far as that is observed."""
+        if self._meter is None:
+            return loads
+        return evolve(loads, blocks_lately=self._meter.blocks_lately(ranks, loads.decode_blocks, now_s))
 
     def first_token(self, reservation: Reservation) -> bool:
         """The first token came: the prompt was computed."""

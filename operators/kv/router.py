@@ -260,7 +260,10 @@ class KvRouter:
             found = cheapest_of_many(prompt, candidates, overlap, sequences, loads, *by)
             if found is not None:
                 return found
-        return select_worker(prompt, candidates, overlap, loads.columns(), *by)
+        columns = loads.columns()
+        if settings.placement == "marginal_delay":
+            columns = self.loads.with_blocks_lately(columns, candidates.ranks, now_s)
+        return select_worker(prompt, candidates, overlap, columns, *by)
 
     def _place(self, queued: QueuedRequest, must_refresh: bool) -> Reservation:
         """Select a worker and book the request there."""
@@ -343,7 +346,7 @@ def kv_router(
     check_router(config, block_size_tokens, prefill_duration=prefill_duration, profile=profile, peers=peers)
     pool = RouterPool(workers, health)
     numbers = RankNumbers()
-    meter = PaceMeter() if config.router_placement == "expected_delay" else None
+    meter = None if config.router_placement == "cost" else PaceMeter()
     loads = LoadBook(expiry_s=expiry_s, peers=peers, numbers=numbers, meter=meter)
     lookup = PrefixLookup(
         config, block_size_tokens, is_eagle=is_eagle, recover=recover, on_event=on_event, numbers=numbers

@@ -9,8 +9,9 @@ the weighted load together exceed the cheapest found; most end at the first. The
 functions as those of all candidates, so they are equal to the digit, and so are ties and the number drawn for them.
 
 Every candidate is looked at where that does not hold or would not pay: few candidates, a temperature, preferred taints,
-ranks that are slower than others, lower tiers, credit that decays or exceeds 1, prompts that are not tracked, many
-different classes, a class in which all are busier than most others.
+ranks that are slower than others, the marginal delay (which also goes by the load of late), lower tiers, credit that
+decays or exceeds 1, prompts that are not tracked, many different classes, a class in which all are busier than most
+others.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def cheapest_of_many(
     pace: Pace = UNOBSERVED,
 ) -> Decision | None:
     """What `select_worker` returns, with the same draw; None, and nothing drawn, where each must be looked at."""
-    if pace.slowness:
+    if pace.slowness or settings.placement == "marginal_delay":
         return None
     groups = _cached_groups(prompt, candidates, overlap, sequences, loads, settings)
     if groups is None:

@@ -1,4 +1,4 @@
-"""select_worker: one of the candidates, by cost or expected delay, with the reasons. Pure.
+"""select_worker: one of the candidates, by cost, expected or marginal delay, with the reasons. Pure.
 
 Source: dynamo lib/kv-router/src/scheduling/selector/default.rs, DefaultWorkerPicker. Other than there the random
 numbers come from outside, so the same generator makes the same choices; and the rule has a name.
@@ -55,7 +55,8 @@ from .decision import Decision, Judged, Prompt
 from .eligibility import Candidates
 from .index import CandidateOverlap, Overlap, in_tokens
 from .load import Column, RankLoads
-from .pace import PASS_TOKENS, UNOBSERVED, Pace
+from .marginal import marginal_delays
+from .pace import BATCH_TOKENS, PASS_TOKENS, STEP, UNOBSERVED, Pace
 from .types import PlacementRule, RequestSettings
 
 WorkerType = Literal["aggregated", "prefill", "decode"]
@@ -155,14 +156,10 @@ DISPLACED = 2.0
 """What a new token is charged for what it does to others: while it is computed those that come wait, and it evicts one
 that may be needed again, which then takes as long. Without it prefixes are copied wherever the queue is a little
 shorter. Times the congestion, for all of that is waited for by more where more wait."""
-BATCH_TOKENS = 8192
-"""Prompt tokens of one pass: prompts that wait share it up to here."""
 REQUEST_TOKENS = 1024
 """What a request in flight counts for besides its blocks: it has its part of each batch. It also bounds affinity: a
 rank with all of a prompt gets it with at most `(1 + DISPLACED * congestion) * prompt tokens / REQUEST_TOKENS` requests
 more than an idle one has."""
-STEP = 1 / 300
-"""What a token in a block that is held costs each step: reading it takes that part of the time to compute one."""
 
 
 def delays(
@@ -181,9 +178,7 @@ def delays(
     if not settings.track_prefill_tokens:
         return costs(prompt, overlap, loads, settings, worker_type)
     isl, size = prompt.isl_tokens, prompt.block_size_tokens
-    cached = cache_credits(prompt, overlap, loads.prefill_tokens, settings)
-    if max(cached, default=0.0) > (most := isl / size):
-        cached = [min(blocks, most) for blocks in cached]
+    cached = _cached_of_prompt(prompt, overlap, loads, settings)
     alone, held_tokens = 1.0 + DISPLACED * pace.congestion, _held_tokens(prompt, pace)
     pause, grown, batch = pace.pause_weight, 0.5 * held_tokens, BATCH_TOKENS
     columns = zip(
@@ -205,6 +200,16 @@ def delays(
     ]
 
 
+def _cached_of_prompt(
+    prompt: Prompt, overlap: CandidateOverlap, loads: RankLoads, settings: RequestSettings
+) -> list[float]:
+    """The blocks each candidate saves by what is cached, at most the whole prompt."""
+    cached = cache_credits(prompt, overlap, loads.prefill_tokens, settings)
+    if max(cached, default=0.0) > (most := prompt.isl_tokens / prompt.block_size_tokens):
+        return [min(blocks, most) for blocks in cached]
+    return cached
+
+
 def _held_tokens(prompt: Prompt, pace: Pace) -> float:
     """What a block that is held adds to the delay of an answer."""
     return pace.pause_weight * pace.answer_tokens * STEP * prompt.block_size_tokens
@@ -216,6 +221,11 @@ RULES: Mapping[PlacementRule, Rule] = {
         prompt, overlap, loads, settings, worker_type
     ),
     "expected_delay": delays,
+    "marginal_delay": lambda prompt, overlap, loads, settings, worker_type, pace: (
+        marginal_delays(prompt, _cached_of_prompt(prompt, overlap, loads, settings), loads, pace)
+        if settings.track_prefill_tokens
+        else costs(prompt, overlap, loads, settings, worker_type)  # the queues are unknown
+    ),
 }
 
 
@@ -241,7 +251,7 @@ def judge(
     """All candidates by the rule of the settings; `loads` are theirs, in their order."""
     seen = CandidateOverlap(overlap, candidates.zero_by_rank)
     column = RULES[settings.placement](prompt, seen, loads, settings, worker_type, pace)
-    is_delay = settings.placement == "expected_delay" and settings.track_prefill_tokens
+    is_delay = settings.placement != "cost" and settings.track_prefill_tokens
     for multipliers in (candidates.multipliers, pace.multipliers(candidates.ranks) if is_delay else None):
         if multipliers is not None:
             column = [cost * multiplier for cost, multiplier in zip(column, multipliers, strict=True)]

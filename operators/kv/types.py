@@ -22,8 +22,8 @@ class WorkerRank(NamedTuple):
 DEFAULT_CLASS = "default"
 """Name of the class of requests that belong to no other."""
 
-PlacementRule = Literal["cost", "expected_delay"]
-"""By what a worker is chosen: `costs`, as in the original, or `delays`."""
+PlacementRule = Literal["cost", "expected_delay", "marginal_delay"]
+"""By what a worker is chosen: `costs`, as in the original, `delays`, or `marginal_delays`."""
 
 
 @frozen

@@ -28,6 +28,7 @@ from operators.kv import (
     EventLog,
     KvRecovery,
     KvRouterConfig,
+    PlacementRule,
     PolicyDocument,
     PolicyProfile,
     RouterGauges,
@@ -57,6 +58,8 @@ SESSION_TTL: Variable[float | None] = Variable(
 _POLICIES = "router_policy_config"
 """The setting that names the file of policies."""
 _DEFAULT = KvRouterConfig()
+_COST_WEIGHTS = ("prefill_load_scale", "decode_active_request_weight")
+"""What only the cost reads: where one of them is set, the cost is meant."""
 
 
 @frozen
@@ -148,12 +151,14 @@ def kv_router_config(
     use_kv_events: bool | None = None,
     *,
     has_replicas: bool = False,
+    placement: PlacementRule | None = None,
 ) -> KvRouterConfig:
     """Return the settings of the router from a file and the environment.
 
     Those of a TOML file at a path come before the environment's, those of a table of the program's own settings file
     after them; `use_kv_events`, where given, comes before both. With `has_replicas`, routers in other processes for
-    the same workers, bookings are shared unless a setting switches that off. The environment must make sense on its
+    the same workers, bookings are shared unless a setting switches that off. `placement` is the rule where no setting
+    names one and none weighs the terms of the cost; without it that is the cost. The environment must make sense on its
     own. Raise InvalidArgument for a file that cannot be read or is not TOML, with `router_config` as the field; and for
     settings that are unknown, of the wrong kind, out of range or contradictory, all of them in one text that begins
     with the path, with the first one as the field.
@@ -161,17 +166,21 @@ def kv_router_config(
     defaults = {"router_replica_sync": True} if has_replicas else {}
     if isinstance(written, Path):
         values: dict[str, Any] = asdict(config_from_environment(environment, defaults))
-        values |= read_toml(written, "router_config")
+        values |= (own := read_toml(written, "router_config"))
     else:
-        values = asdict(config_from_environment(environment, {**defaults, **(written or {})}))
+        own = dict(written or {})
+        values = asdict(config_from_environment(environment, {**defaults, **own}))
     if use_kv_events is not None:
         values["use_kv_events"] = use_kv_events
     try:
-        return KvRouterConfig.from_plain(values)
+        made = KvRouterConfig.from_plain(values)
     except InvalidArgument as error:
         if not isinstance(written, Path):
             raise
         raise wrong(written, str(error), error.field, error) from error
+    is_named = "router_placement" in own or bool(environment.get("DYN_ROUTER_PLACEMENT", "").strip())
+    is_cost_tuned = any(getattr(made, name) != getattr(_DEFAULT, name) for name in _COST_WEIGHTS)
+    return made if placement is None or is_named or is_cost_tuned else evolve(made, router_placement=placement)
 
 
 def policy_document(path: str | Path) -> PolicyDocument:

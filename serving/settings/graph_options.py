@@ -236,11 +236,10 @@ class RoutingOptions:
         if router == "kv":
             from ..deployment import kv_router_config
 
-            return given | {
-                "kv_router": kv_router_config(
-                    self.router_config, environment, self.kv_events, has_replicas=has_replicas
-                )
-            }
+            config = kv_router_config(
+                self.router_config, environment, self.kv_events, has_replicas=has_replicas, placement="marginal_delay"
+            )
+            return given | {"kv_router": config}
         if self.router_config is not None or self.kv_events is not None:
             field = "router_config" if self.router_config else "kv_events"
             raise InvalidArgument("is for the router kv only", field=field)

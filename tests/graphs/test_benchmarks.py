@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -10,11 +12,28 @@ from xml.etree import ElementTree
 
 import anyio
 import pytest
+from attrs import evolve
 
 from benchmarks.calls import MODES, SIMULATION, Calls, count, count_in, summary
 from benchmarks.conversations import Measured, conversations, routers, talk
+from benchmarks.placement import (
+    BLOCK_TOKENS,
+    RULES,
+    Figures,
+    Load,
+    Row,
+    agents,
+    bursts,
+    by_the_better,
+    mean_of,
+    replay,
+    row_text,
+    trace_of,
+    unshared,
+)
 from benchmarks.request_path import outline, picture, request_steps
 from engines.mocker import MockEngine
+from operators.kv import PlacementRule
 from pipeline.testing import run_in_virtual_time
 from serving.deployment import GraphConfig, RouterName
 
@@ -119,3 +138,47 @@ def test_the_picture_is_well_formed_and_the_same_in_every_run() -> None:
     one, two = (picture(run_in_virtual_time(request_steps, backend="asyncio")) for _ in range(2))
     assert one == two
     assert "PrefillRouter" in "".join(ElementTree.fromstring(one).itertext())
+
+
+# -- the loads by which placement rules are compared
+
+MADE: dict[str, Callable[[Random], list[Row]]] = {
+    "agents": lambda rng: agents(rng, sessions_per_s=0.5, seconds=20),
+    "bursts": lambda rng: bursts(rng, seconds=60),
+    "unshared": lambda rng: unshared(rng, per_s=20, seconds=3),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_seed_makes_the_same_requests_with_an_id_for_each_block(name: str) -> None:
+    rows = MADE[name](Random(SEED))
+    assert rows == MADE[name](Random(SEED)) != MADE[name](Random(SEED + 1))
+    assert all(len(row["hash_ids"]) == -(-row["input_length"] // BLOCK_TOKENS) for row in rows)
+    ids = [hash_id for row in rows for hash_id in row["hash_ids"]]
+    assert (len(set(ids)) == len(ids)) is (name != "agents")
+
+
+def test_the_next_turn_of_an_agent_begins_with_the_whole_blocks_of_the_one_before() -> None:
+    for before, after in pairwise(MADE["agents"](Random(SEED))):
+        if "delay" in after:
+            whole = before["input_length"] // BLOCK_TOKENS
+            assert after["session_id"] == before["session_id"]
+            assert after["hash_ids"][:whole] == before["hash_ids"][:whole]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_load_is_replayed_by_each_rule_and_sooner_where_workers_are_faster(rule: PlacementRule) -> None:
+    load = Load(2, MADE["unshared"])
+    trace = trace_of(load, Path("unread"), SEED)
+    even, uneven = (replay(one, trace, rule, SEED) for one in (load, evolve(load, is_uneven=True)))
+    assert uneven.per_token < even.per_token
+    assert uneven.answer < even.answer
+    assert replay(load, trace, rule, SEED) == even  # the workers are even again
+
+
+def test_a_figure_is_shown_by_the_better_of_two() -> None:
+    one, other = Figures(100.0, 400.0, 10.0, 0.0), Figures(50.0, 800.0, 20.0, 0.0)
+    mean = mean_of([one, other])
+    assert mean == Figures(75.0, 600.0, 15.0, 0.0)
+    assert by_the_better(mean, [one, other]) == [1.5, 1.5, 1.5, 1.0]
+    assert row_text("cost", one, [1.5]).split() == ["cost", "100.0", "400.0", "10.00", "0", "1.500"]

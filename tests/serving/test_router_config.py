@@ -10,8 +10,10 @@ import pytest
 
 from operators.kv import KvRouterConfig, PolicyProfile
 from pipeline import InvalidArgument
+from pipeline.protocols.limits import BusyThresholds
 from serving.deployment import kv_router_config
 from serving.deployment.kv_routing import policy_document, policy_profile
+from serving.settings.graph_options import RoutingOptions
 
 
 def written(folder: Path, text: str, name: str = "router.toml") -> Path:
@@ -91,6 +93,27 @@ def test_the_placement_is_named_in_the_file_or_the_environment(tmp_path: Path) -
     assert kv_router_config(path, environment).router_placement == "cost"
     unknown = written(tmp_path, 'router_placement = "cheapest"\n', "unknown.toml")
     assert (refused(unknown).field, refused(None, {"DYN_ROUTER_PLACEMENT": "x"}).field) == ("router_placement",) * 2
+
+
+def test_a_program_takes_its_own_placement_where_no_setting_names_one_and_none_weighs_the_cost(tmp_path: Path) -> None:
+    def placed(text: str | None, environment: dict[str, str]) -> str:
+        path = None if text is None else written(tmp_path, text)
+        return kv_router_config(path, environment, placement="marginal_delay").router_placement
+
+    assert placed(None, {}) == placed("router_temperature = 0.5", {}) == "marginal_delay"
+    assert placed(None, {"DYN_ROUTER_PLACEMENT": " ", "DYN_ROUTER_PREFILL_LOAD_SCALE": "1"}) == "marginal_delay"
+    assert placed('router_placement = "cost"', {}) == placed(None, {"DYN_ROUTER_PLACEMENT": "cost"}) == "cost"
+    assert placed("overlap_score_weight = 2.0", {}) == placed("decode_active_request_weight = 1.0", {}) == "cost"
+    assert placed(None, {"DYN_ROUTER_PREFILL_LOAD_SCALE": "2"}) == placed("prefill_load_scale = 0.5", {}) == "cost"
+    table = {"router_placement": "expected_delay"}
+    assert kv_router_config(table, {}, placement="marginal_delay").router_placement == "expected_delay"
+    assert kv_router_config({}, {}, placement="marginal_delay").router_placement == "marginal_delay"
+
+
+def test_the_options_of_programs_place_by_marginal_delay() -> None:
+    by_cost = RoutingOptions(router_config={"router_placement": "cost"})
+    for options, expected in ((RoutingOptions(), "marginal_delay"), (by_cost, "cost")):
+        assert options.graph_fields("kv", BusyThresholds(), {})["kv_router"].router_placement == expected
 
 
 def test_settings_that_contradict_each_other_are_refused_wherever_they_are_from(tmp_path: Path) -> None:

@@ -131,6 +131,8 @@ class RankLoads:
     decode_blocks: Column
     requests: Column
     additional_blocks: Column
+    blocks_lately: Sequence[float] = ()
+    """The mean of `decode_blocks` over the last seconds, for the rule that reads it."""
 
     @classmethod
     def idle(cls, ranks: int, additional_blocks: int = 0) -> RankLoads:

@@ -308,7 +308,9 @@ def test_waiting_requests_are_looked_up_again_after_the_time_set(text: str, seco
 
 
 def test_a_placement_rule_has_a_known_name_wherever_it_is_set() -> None:
-    with pytest.raises(InvalidArgument, match="must be one of cost, expected_delay, got 'cheapest'") as raised:
+    with pytest.raises(
+        InvalidArgument, match="must be one of cost, expected_delay, marginal_delay, got 'cheapest'"
+    ) as raised:
         KvRouterConfig.from_plain({"router_placement": "cheapest"})
     assert raised.value.field == "router_placement"
     with pytest.raises(InvalidArgument, match="cheapest") as raised:

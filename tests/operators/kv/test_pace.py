@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from itertools import permutations
-from math import isfinite
+from math import exp, isfinite
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.kv.pace import LEAST, MOST_CONGESTION, PAUSE_WEIGHTS, UNOBSERVED, Pace, PaceMeter
+from operators.kv.pace import LATELY_S, LEAST, MOST_CONGESTION, MOST_RETURNS, PAUSE_WEIGHTS, UNOBSERVED, Pace, PaceMeter
 from operators.kv.types import WorkerRank
 
 FAST, SLOW = WorkerRank(0), WorkerRank(1)
@@ -18,7 +18,7 @@ FAST, SLOW = WorkerRank(0), WorkerRank(1)
 
 def answer(meter: PaceMeter, rank: WorkerRank, tokens: int, by_token_s: float, *, output: int = 100) -> None:
     """A request that meets nothing: its first token takes a fixed time and that of its tokens."""
-    meter.booked(0, tokens)
+    meter.booked(0, tokens, 2 * tokens)
     meter.answered(rank, tokens, 0.016 + by_token_s * tokens)
     meter.ended(output, output * 0.01)
 
@@ -30,7 +30,7 @@ def observed(slow: float, seconds: int = 60, seed: int = 0) -> tuple[PaceMeter, 
         meter.pace(float(second))
         for rank, factor in ((FAST, 1.0), (SLOW, slow)) * 5:
             tokens = rng.randrange(500, 20_000)
-            meter.booked(0, tokens)
+            meter.booked(0, tokens, 2 * tokens)
             meter.answered(rank, tokens, factor * (0.016 + 0.000_015 * tokens) * rng.uniform(0.7, 1.3))
             meter.ended(100, factor)
     return meter, meter.pace(float(seconds))
@@ -47,13 +47,32 @@ def test_before_enough_requests_the_figures_are_the_defaults() -> None:
 def test_a_pause_counts_by_the_waits_for_a_first_token_beside_the_answers() -> None:
     meter = PaceMeter()
     for _ in range(LEAST):
-        meter.booked(1000, 1000)
+        meter.booked(1000, 1000, 5000)
         meter.answered(FAST, 2000, 0.2)
         meter.ended(400, 4.0)
     found = meter.pace(0.0)
     assert found.pause_weight == pytest.approx(0.05)
     assert found.answer_tokens == 400
     assert found.congestion == pytest.approx(1 + 1000 / 2024)
+    assert found.returns == pytest.approx(4)
+
+
+def test_a_prompt_that_is_cached_as_a_whole_returns_no_more_often_than_the_most() -> None:
+    meter = PaceMeter()
+    for _ in range(LEAST):
+        meter.booked(0, 0, 5000)
+    assert meter.pace(0.0).returns == MOST_RETURNS
+
+
+def test_the_blocks_held_lately_follow_those_held_now() -> None:
+    meter = PaceMeter()
+    assert meter.blocks_lately([FAST, SLOW], [100, 0], 0.0) == [0, 0]  # nothing was held before
+    first, _ = meter.blocks_lately([FAST, SLOW], [100, 0], LATELY_S)
+    assert first == pytest.approx(100 * (1 - exp(-1)))
+    assert meter.blocks_lately([FAST], [0], LATELY_S) == [first]
+    assert meter.blocks_lately([FAST], [0], 3 * LATELY_S) == pytest.approx([first * exp(-2)])
+    meter.forget(FAST.worker_id)
+    assert meter.blocks_lately([FAST], [9], 4 * LATELY_S) == [0]
 
 
 def test_answers_of_one_token_do_not_pause() -> None:
@@ -102,11 +121,13 @@ def test_the_order_of_what_happens_in_a_second_makes_no_difference() -> None:
     for order in permutations(events):
         meter, _ = observed(3.0, seconds=10)
         for rank, tokens, wait_s in order:
-            meter.booked(tokens, 1)
+            meter.booked(tokens, 1, 7)
             meter.answered(rank, tokens, wait_s)
             meter.ended(tokens, wait_s)
         pace = meter.pace(20.0)
-        found.add((pace.pause_weight, pace.answer_tokens, pace.congestion, tuple(sorted(pace.slowness.items()))))
+        found.add(
+            (pace.pause_weight, pace.answer_tokens, pace.congestion, tuple(sorted(pace.slowness.items())), pace.returns)
+        )
     assert len(found) == 1
 
 
@@ -121,7 +142,7 @@ def test_every_figure_stays_within_its_bounds(
 ) -> None:
     meter = PaceMeter()
     for place, (worker, before, tokens, wait_s, after_s) in enumerate(given_events):
-        meter.booked(before, tokens)
+        meter.booked(before, tokens, tokens + before % 1000)
         meter.answered(WorkerRank(worker), before + tokens, wait_s)
         meter.ended(tokens, after_s)
         if place % step == 0:
@@ -131,4 +152,5 @@ def test_every_figure_stays_within_its_bounds(
     assert found.pause_weight == 0 or least <= found.pause_weight <= most
     assert 1 <= found.congestion <= MOST_CONGESTION
     assert found.answer_tokens >= 0
+    assert 0 <= found.returns <= MOST_RETURNS
     assert all(isfinite(slow) and 0.1 < slow < 8 for slow in found.slowness.values())

@@ -100,7 +100,7 @@ async def test_a_record_that_fails_does_not_stop_the_routing(
 # -- which worker is chosen
 
 
-@pytest.mark.parametrize(("placement", "worker_id"), [("cost", 2), ("expected_delay", 1)])
+@pytest.mark.parametrize(("placement", "worker_id"), [("cost", 2), ("expected_delay", 1), ("marginal_delay", 1)])
 async def test_the_configuration_names_the_rule_by_which_is_chosen(placement: str, worker_id: int) -> None:
     """Worker 1 has most of the prompt and computes nothing, but answers are written in many of its blocks."""
     router = router_of(1, 2, config={"router_placement": placement})
@@ -121,8 +121,10 @@ async def answered(router: KvRouter, worker_id: int, number: int, wait_s: float)
     reservation.release()
 
 
-@pytest.mark.parametrize(("placement", "is_observed"), [("cost", False), ("expected_delay", True)])
-async def test_by_expected_delay_a_worker_that_answers_more_slowly_gets_less(placement: str, is_observed: bool) -> None:
+@pytest.mark.parametrize(
+    ("placement", "is_observed"), [("cost", False), ("expected_delay", True), ("marginal_delay", True)]
+)
+async def test_by_a_delay_a_worker_that_answers_more_slowly_gets_less(placement: str, is_observed: bool) -> None:
     router = router_of(1, 2, config={"router_placement": placement, "overlap_score_credit": 0.0})
     for number in range(80):
         for worker_id, wait_s in ((1, 0.1), (2, 0.5)):
@@ -136,6 +138,26 @@ async def test_by_expected_delay_a_worker_that_answers_more_slowly_gets_less(pla
     there = await reserved(router, prompt(40, first=5 * 10**6, worker_id=1))
     there.mark_prefill_completed()
     assert router.advise(prompt(4000, first=7 * 10**6)).rank == WorkerRank(1 if is_observed else 2)
+
+
+async def test_the_marginal_delay_goes_by_the_blocks_held_lately_also_among_many() -> None:
+    """Worker 1 writes answers from the same prompt again and again; between them it holds nothing."""
+    router = router_of(*range(1, 71), config={"router_placement": "marginal_delay"})
+    for number in range(40):
+        again = await reserved(router, prompt(40_000, worker_id=1), f"turn {number}")
+        again.mark_prefill_completed()
+        await anyio.sleep(1)
+        router.advise(prompt(40))  # others come meanwhile
+        again.release()
+    loads, now_s = router.loads, router.loads.now_s()
+    ranks = tuple(WorkerRank(worker_id) for worker_id in range(1, 71))
+    seen = loads.with_blocks_lately(loads.sequences.project([], ranks, now_s), ranks, now_s)
+    assert seen.decode_blocks[0] == 0
+    assert seen.blocks_lately[0] > 1000 > max(seen.blocks_lately[1:])
+    assert loads.pace(now_s).returns > 10
+    found = router.advise(prompt(40, first=9 * 10**6))
+    assert found.rank != WorkerRank(1)
+    assert (found.placement, len(found.costs)) == ("marginal_delay", 70)
 
 
 async def test_the_load_of_bookings_sends_others_elsewhere() -> None:

@@ -71,6 +71,7 @@ def test_the_figures_are_shown_and_written(replay: Replay, trace: Path, tmp_path
         "trace": "trace.jsonl",
         "format": "mooncake",
         "router": "kv",
+        "router_config": {"router_placement": "marginal_delay"},
         "workers": 2,
         "prefill_workers": 0,
         "engine": "mocker",

@@ -27,6 +27,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "least loaded": {"router": "least-loaded"},
     "kv": {"router": "kv"},
     "kv by expected delay": {"router": "kv", "kv_router": KvRouterConfig(router_placement="expected_delay")},
+    "kv by marginal delay": {"router": "kv", "kv_router": KvRouterConfig(router_placement="marginal_delay")},
     "kv with a queue": {"router": "kv", "kv_router": KvRouterConfig(router_queue_threshold=0.3)},
     "kv with output blocks": {"router": "kv", "kv_router": KvRouterConfig(router_track_output_blocks=True)},
 }
