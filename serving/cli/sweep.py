@@ -55,7 +55,8 @@ def sweep(
         raise InvalidArgument("needs --reports DIR, whose reports have them", field="per_request")
     check_files(report)
     axes = pool.axes()
-    base = routing.graph_fields("kv" if "kv" in axes["router"] else "round-robin", busy, settled.environment)
+    router = "kv" if "kv" in axes["router"] else "round-robin"
+    base = routing.graph_fields(router, busy, settled.environment, varied=axes)
     base |= {"router": axes["router"][0], "workers": 1, "seed": pool.seed}
     base |= {"engine": engine.engine, "engine_args": engine.engine_args}
     trace = load.recorded()

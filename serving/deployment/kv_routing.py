@@ -12,7 +12,7 @@ RouterPolicyConfig. Other than there a file of policies whose name ends in `.tom
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -152,14 +152,17 @@ def kv_router_config(
     *,
     has_replicas: bool = False,
     placement: PlacementRule | None = None,
+    varied: Collection[str] = (),
 ) -> KvRouterConfig:
     """Return the settings of the router from a file and the environment.
 
     Those of a TOML file at a path come before the environment's, those of a table of the program's own settings file
     after them; `use_kv_events`, where given, comes before both. With `has_replicas`, routers in other processes for
     the same workers, bookings are shared unless a setting switches that off. `placement` is the rule where no setting
-    names one and none weighs the terms of the cost; without it that is the cost. The environment must make sense on its
-    own. Raise InvalidArgument for a file that cannot be read or is not TOML, with `router_config` as the field; and for
+    names one and none weighs the terms of the cost; without it that is the cost. `varied` are the settings that get
+    their values later, as those of a sweep's runs do. The environment must make sense on its own.
+
+    Raise InvalidArgument for a file that cannot be read or is not TOML, with `router_config` as the field; and for
     settings that are unknown, of the wrong kind, out of range or contradictory, all of them in one text that begins
     with the path, with the first one as the field.
     """
@@ -179,7 +182,7 @@ def kv_router_config(
             raise
         raise wrong(written, str(error), error.field, error) from error
     is_named = "router_placement" in own or bool(environment.get("DYN_ROUTER_PLACEMENT", "").strip())
-    is_cost_tuned = any(getattr(made, name) != getattr(_DEFAULT, name) for name in _COST_WEIGHTS)
+    is_cost_tuned = any(name in varied or getattr(made, name) != getattr(_DEFAULT, name) for name in _COST_WEIGHTS)
     return made if placement is None or is_named or is_cost_tuned else evolve(made, router_placement=placement)
 
 

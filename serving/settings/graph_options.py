@@ -6,7 +6,7 @@ mistakes are answered before anything that serves is imported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -225,11 +225,17 @@ class RoutingOptions:
     )
 
     def graph_fields(
-        self, router: str, busy: BusyThresholds, environment: Mapping[str, str], *, has_replicas: bool = False
+        self,
+        router: str,
+        busy: BusyThresholds,
+        environment: Mapping[str, str],
+        *,
+        has_replicas: bool = False,
+        varied: Collection[str] = (),
     ) -> dict[str, Any]:
         """Return the fields of a GraphConfig with this router. Raise InvalidArgument for settings that do not fit.
 
-        With `has_replicas` there may be front ends in other processes.
+        With `has_replicas` there may be front ends in other processes. `varied` are the settings that a sweep varies.
         """
         given = asdict(self) | {"router": router, "busy": busy}
         del given["router_config"], given["kv_events"]
@@ -237,7 +243,12 @@ class RoutingOptions:
             from ..deployment import kv_router_config
 
             config = kv_router_config(
-                self.router_config, environment, self.kv_events, has_replicas=has_replicas, placement="marginal_delay"
+                self.router_config,
+                environment,
+                self.kv_events,
+                has_replicas=has_replicas,
+                placement="marginal_delay",
+                varied=varied,
             )
             return given | {"kv_router": config}
         if self.router_config is not None or self.kv_events is not None:

@@ -116,6 +116,19 @@ def test_the_options_of_programs_place_by_marginal_delay() -> None:
         assert options.graph_fields("kv", BusyThresholds(), {})["kv_router"].router_placement == expected
 
 
+@pytest.mark.parametrize(
+    ("varied", "expected"),
+    [
+        ("overlap_score_credit", "marginal_delay"),
+        ("prefill_load_scale", "cost"),
+        ("decode_active_request_weight", "cost"),
+    ],
+)
+def test_a_sweep_of_what_only_the_cost_reads_places_by_cost(varied: str, expected: str) -> None:
+    fields = RoutingOptions().graph_fields("kv", BusyThresholds(), {}, varied={varied})
+    assert fields["kv_router"].router_placement == expected
+
+
 def test_settings_that_contradict_each_other_are_refused_wherever_they_are_from(tmp_path: Path) -> None:
     path = written(tmp_path, "router_track_output_blocks = true\n")
     error = refused(path, {"DYN_ROUTER_TRACK_ACTIVE_BLOCKS": "false"})
