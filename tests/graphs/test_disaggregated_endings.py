@@ -37,6 +37,8 @@ FINAL = {"Unavailable"}
 """Errors of the routers that end a request: there is no worker, or none that the request has not failed on."""
 BROKEN = {"Disconnected", "ResponseTimeout", "PrefillError", "BackendEngineShutdown"}
 """Errors after which a request migrates: shown if it has migrated too often, or if no worker could continue."""
+RARELY_SHOWN = {"TransferFailed"}
+"""Another one of them, after which hardly ever no worker can continue: it need not occur."""
 WITHOUT_BLOCKS = {"BackendDisconnected"}
 """Errors of a decode whose blocks do not come: shown to a client that has stopped its request, else a PrefillError."""
 
@@ -170,7 +172,7 @@ class Run:
             for number in numbers:
                 await anyio.sleep(self.rng.uniform(0, 0.4))
                 ending = await self.one(str(number), Plan.draw(self.rng, self.kinds))
-                if ending in FINAL | BROKEN:
+                if ending in FINAL | BROKEN | RARELY_SHOWN:
                     await anyio.sleep(self.rng.uniform(0, 1.5))
 
         async with anyio.create_task_group() as returns, anyio.create_task_group() as disturbers:
@@ -257,7 +259,7 @@ class Run:
             return name if request.is_stopped else None
         if name in FINAL:
             return name
-        if name not in BROKEN:
+        if name not in BROKEN | RARELY_SHOWN:
             return None
         may_go_on = may_migrate(error) and not request.is_stopped and attempts <= LIMIT
         links = list(chain(error))
