@@ -51,30 +51,32 @@ class TestInRealTime:
     async def test_a_first_token_of_an_idle_rank_comes_two_turns_after_its_request(self) -> None:
         """One for the rank to step, one for the reader: the output waited for the turn after the step."""
         engine = MockEngine(ARGS)
-        async with as_engine(engine) as served, anyio.create_task_group() as tasks:
+        async with as_engine(engine) as served:
             readers = Readers(served)
-            tasks.start_soon(readers.count_turns)
-            for _ in range(5):
-                await checkpoint()  # the rank waits
-            await readers.read("one", 1)
-            tasks.cancel_scope.cancel()
-        assert readers.first("one") - readers.sent_in["one"] == 2
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(readers.count_turns)
+                for _ in range(5):
+                    await checkpoint()  # the rank waits
+                await readers.read("one", 1)
+                tasks.cancel_scope.cancel()
+            assert readers.first("one") - readers.sent_in["one"] == 2
         assert_empty(engine)
 
     async def test_first_tokens_are_read_before_other_tokens_of_their_step(self) -> None:
         engine = MockEngine(ARGS)
-        async with as_engine(engine) as served, anyio.create_task_group() as tasks:
+        async with as_engine(engine) as served:
             readers = Readers(served)
-            tasks.start_soon(readers.count_turns)
-            async with anyio.create_task_group() as reading:
-                for name in OTHERS:
-                    reading.start_soon(readers.read, name, 400)
-                while len(readers.came) < 5 * len(OTHERS):
-                    await checkpoint()
-                reading.start_soon(readers.read, "new", 4)
-            tasks.cancel_scope.cancel()
-        turn = readers.first("new")
-        in_turn = [name for each, name in readers.came if each == turn]
-        assert set(in_turn) > set(OTHERS)
-        assert in_turn[0] == "new"
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(readers.count_turns)
+                async with anyio.create_task_group() as reading:
+                    for name in OTHERS:
+                        reading.start_soon(readers.read, name, 400)
+                    while len(readers.came) < 5 * len(OTHERS):
+                        await checkpoint()
+                    reading.start_soon(readers.read, "new", 4)
+                tasks.cancel_scope.cancel()
+            turn = readers.first("new")
+            in_turn = [name for each, name in readers.came if each == turn]
+            assert set(in_turn) > set(OTHERS)
+            assert in_turn[0] == "new"
         assert_empty(engine)

@@ -31,8 +31,9 @@ def test_hashes_of_a_prompt_are_those_of_its_tokens(tokens: int, block_size_toke
 
 def test_other_hashes_than_of_plain_blocks_are_made_of_the_tokens() -> None:
     packed = Prompt.of(IDS, 512).packed()
-    for more in ({"is_eagle": True}, {"media": [[9], None]}):
-        assert block_hashes(packed, 64, **more) == block_hashes(packed.tolist(), 64, **more)
+    tokens = packed.tolist()
+    assert block_hashes(packed, 64, is_eagle=True) == block_hashes(tokens, 64, is_eagle=True)
+    assert block_hashes(packed, 64, media=[[9], None]) == block_hashes(tokens, 64, media=[[9], None])
 
 
 def test_a_longer_prompt_does_not_have_the_hashes_of_the_one_it_begins_with() -> None:
