@@ -80,6 +80,7 @@ def test_a_wait_in_which_the_server_did_not_work_is_the_machines() -> None:
     assert problems(attack, attrs.evolve(OUTCOME, stall_s=0.06, worked_s=0.06, quiet_s=0.03)) == []
 
 
+@pytest.mark.slow
 def test_a_stall_leak_and_growth_are_seen_from_outside(servers: Servers) -> None:
     """The probes against a server that is stopped for a while, and a request that is under way."""
     server = servers.of(Attack("x", lambda client: []))

@@ -137,6 +137,7 @@ async def test_a_request_that_runs_when_the_end_begins_is_answered() -> None:
         assert text.endswith("data: [DONE]\n\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pause_s", [0.0, 0.15])
 async def test_a_stream_that_outlasts_the_hand_over_leaves_its_client_time_for_one_more_request(pause_s: float) -> None:
     body = BODY | {"stream": True}
@@ -154,6 +155,7 @@ async def test_a_stream_that_outlasts_the_hand_over_leaves_its_client_time_for_o
         assert one.availability.phase.value == "stopping"
 
 
+@pytest.mark.slow
 async def test_a_client_that_sends_nothing_after_its_stream_does_not_hold_up_the_end() -> None:
     body = BODY | {"stream": True}
     async with sharing(2, answer_s=0.8) as both, httpx2.AsyncClient(base_url=both[0].server.url, timeout=10) as client:

@@ -341,6 +341,7 @@ async def test_a_key_that_lapsed_around_an_election_has_its_time_to_come_back(wo
         assert anyio.current_time() - begun_s > 1.5 * TTL_S
 
 
+@pytest.mark.slow
 async def test_a_renewal_that_is_never_answered_is_not_the_last(
     world: NatsWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,6 +368,7 @@ async def test_a_renewal_that_is_never_answered_is_not_the_last(
         assert owner._connection.sessions == 1
 
 
+@pytest.mark.slow
 async def test_a_watch_whose_reader_is_never_answered_begins_again(
     world: NatsWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
