@@ -25,13 +25,13 @@ from pipeline import (
     ReleaseOnce,
     ResponseStream,
     State,
-    Watch,
 )
 from pipeline.errors import InvalidMessage, MessageTooLarge, TransportError
 from pipeline.loop import Wakeup
 from pipeline.telemetry import inject
 from pipeline.wire import to_msgpack, to_plain
 
+from ...stream import Watch
 from ..names import Instance
 from . import framing
 from .connection import Connection
