@@ -26,10 +26,11 @@ from attrs import frozen
 from pipeline import Context, function_engine
 from pipeline.errors import InvalidMessage
 from pipeline.loop import clock
-from pipeline.network import EndpointId, Event, EventPlane, Members, Missed, Runtime, Scope
+from pipeline.network import EndpointId, EndpointWorkers, Event, EventPlane, Runtime, Scope
 from pipeline.protocols.field_rules import U64
 from pipeline.rx import CompositeDisposable, Disposable
 
+from .other_routers import OtherRouters
 from .sessions import SESSION_ID_BYTES_MAX, SessionBinding, Sessions
 from .types import WorkerRank
 
@@ -44,9 +45,6 @@ _UNKNOWN_S = 30.0
 """Seconds in which a binding is tried again whose worker is not known here yet."""
 _UNKNOWN_MAX = 4096
 _UNKNOWN_EVERY_S = 1.0
-_TIMEOUT_S = 10.0
-_DELAY_FIRST_S, _DELAY_MAX_S = 0.1, 10.0
-"""Seconds before another attempt to get the bindings of a router; doubled at each."""
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +91,10 @@ async def shared_sessions(
 
     served = await runtime.serve(served_at, function_engine(give), instance_id=sync.router_id)
     try:
-        with CompositeDisposable(sync.follow(), _Others(runtime, sync, served_at).follow()):
+        workers = runtime.workers(served_at, SessionsPart)
+        missed = runtime.events.missed(sync.scope, SESSIONS_TOPIC)
+        others = OtherRouters(workers, missed, sync.router_id, partial(sync.request, workers))
+        with CompositeDisposable(sync.follow(), others.follow(runtime.scheduler)):
             running = runtime.scheduler.spawn(sync.run)
             try:
                 yield
@@ -120,11 +121,6 @@ class SessionSync:
         """Whose events are ours: random, at most 2^53 - 1."""
         return self._publisher.publisher_id
 
-    @property
-    def bindings_max(self) -> int:
-        """The most bindings that a router has."""
-        return self._sessions.bindings_max
-
     def follow(self) -> Disposable:
         """Publish what the router does, and observe what others publish, until disposed."""
         sessions, following = self._sessions, self._events.subscribe(self._receive)
@@ -149,6 +145,17 @@ class SessionSync:
                     used = self._sessions.take_used()
                     for at in range(0, len(used), _PART_BINDINGS):
                         self._publish(used[at : at + _PART_BINDINGS], [])
+
+    async def request(self, workers: EndpointWorkers[SessionsRequest, SessionsPart], router_id: int) -> bool:
+        """Request all bindings of another router and take them in. Raise if there are more than are kept here."""
+        count = 0
+        async with await workers.engine(router_id).generate(Context(SessionsRequest())) as stream:
+            async for part in stream:
+                count += len(part.bindings)
+                if count > self._sessions.bindings_max:
+                    raise InvalidMessage(f"more than {self._sessions.bindings_max} bindings")
+                self.observe(part.bindings)
+        return True
 
     def observe(self, bindings: Iterable[SessionBinding]) -> None:
         """Take in bindings of another router."""
@@ -183,66 +190,3 @@ class SessionSync:
             self._publisher.publish(SessionEvent(self.router_id, bound, unbound))
         except Exception as error:  # routing goes on without
             _log.warning("changes of sessions were not sent to the other routers: %s", error)
-
-
-class _Others:
-    """The other routers as discovery has them; the bindings of each are requested when it appears, and after a loss."""
-
-    def __init__(self, runtime: Runtime, sync: SessionSync, served_at: EndpointId) -> None:
-        self._runtime, self._sync = runtime, sync
-        self._workers = runtime.workers(served_at, SessionsPart)
-        self._members = Members()
-        self._doubted: set[int] = set()
-        self._news = anyio.Event()
-
-    def follow(self) -> CompositeDisposable:
-        """Request bindings until disposed."""
-        missed = self._runtime.events.missed(self._sync.scope, SESSIONS_TOPIC).subscribe(self._on_missed)
-        members = self._workers.follow(self._on_members)
-        asking = self._runtime.scheduler.spawn(self._run)
-        return CompositeDisposable(missed, members, asking, Disposable(self._workers.close))
-
-    def _on_missed(self, missed: Missed) -> None:
-        self._doubt(i for i in self._members.ids if missed.publisher_id in (None, i))
-
-    def _on_members(self, members: Members) -> None:
-        new, self._members = members.new_since(self._members), members
-        self._doubt(new)
-
-    def _doubt(self, router_ids: Iterable[int]) -> None:
-        self._doubted.update(router_ids)
-        self._doubted.discard(self._sync.router_id)
-        self._news.set()
-
-    async def _run(self, scope: anyio.CancelScope) -> None:
-        delay_s = _DELAY_FIRST_S
-        with scope:
-            while True:
-                while not (doubted := self._doubted.intersection(self._members.ids)):
-                    self._doubted.clear()
-                    self._news = anyio.Event()
-                    await self._news.wait()
-                self._doubted.clear()
-                async with anyio.create_task_group() as tasks:
-                    for router_id in doubted:
-                        tasks.start_soon(partial(self._request, router_id))
-                if self._doubted:
-                    await anyio.sleep(delay_s)
-                    delay_s = min(2 * delay_s, _DELAY_MAX_S)
-                else:
-                    delay_s = _DELAY_FIRST_S
-
-    async def _request(self, router_id: int) -> None:
-        """Request the router's bindings and take them in; it stays doubted if that fails."""
-        count = 0
-        try:
-            with anyio.fail_after(_TIMEOUT_S):
-                async with await self._workers.engine(router_id).generate(Context(SessionsRequest())) as stream:
-                    async for part in stream:
-                        count += len(part.bindings)
-                        if count > self._sync.bindings_max:
-                            raise InvalidMessage(f"more than {self._sync.bindings_max} bindings")
-                        self._sync.observe(part.bindings)
-        except Exception as error:
-            _log.info("the sessions of router %d are not known: %s", router_id, error)
-            self._doubted.add(router_id)

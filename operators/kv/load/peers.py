@@ -11,27 +11,23 @@ requests the bookings of the others, and those of a router that is gone do not w
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import islice
 
-import anyio
-from attrs import define, field, frozen
+from attrs import frozen
 
 from pipeline import Context, function_engine
 from pipeline.errors import InvalidMessage
-from pipeline.network import EndpointId, EndpointWorkers, Members, Missed, Runtime, Scope
+from pipeline.network import EndpointId, EndpointWorkers, Runtime, Scope
 from pipeline.protocols.field_rules import U64
-from pipeline.rx import CompositeDisposable, Disposable, DisposableBase
 
+from ..other_routers import OtherRouters
 from .replicas import ACTIVE_SEQUENCES_TOPIC, ActiveSequenceEvent, ReplicaSync
 
 BOOKINGS_ENDPOINT = "router_bookings"
 """Name of the endpoint, in the workers' component, at which routers give their bookings."""
-
-_log = logging.getLogger(__name__)
 
 
 @frozen
@@ -49,18 +45,12 @@ class BookingsPart:
 
 @frozen
 class ShareLimits:
-    """Bounds of the repairs."""
+    """Bounds of the answers."""
 
     part_bookings: int = 64
     """Bookings in one item of an answer."""
     bookings: int = 100_000
     """The most bookings of a router that are taken in; an answer with more is refused."""
-    timeout_s: float = 10.0
-    """Seconds for one attempt."""
-    first_delay_s: float = 0.1
-    """Seconds before the second attempt; twice as long after each that failed, until the router is gone."""
-    longest_delay_s: float = 10.0
-    """The longest wait between attempts, in seconds."""
 
 
 @asynccontextmanager
@@ -85,100 +75,35 @@ async def shared_bookings(
 
     served = await runtime.serve(served_at, function_engine(give), instance_id=sync.router_id)
     try:
-        peers = _Peers(runtime, sync, runtime.workers(served_at, BookingsPart), limits)
-        with peers.follow(Scope(where.namespace, where.component)):
+        workers = runtime.workers(served_at, BookingsPart)
+        missed = runtime.events.missed(Scope(where.namespace, where.component), ACTIVE_SEQUENCES_TOPIC)
+        attempt = partial(_repair, sync, workers, limits.bookings)
+        with OtherRouters(workers, missed, sync.router_id, attempt, sync.forget).follow(runtime.scheduler):
             yield sync
     finally:
         await served.close(0)
 
 
-@define(eq=False)
-class _Peer:
-    """Another router."""
+async def _repair(
+    sync: ReplicaSync, workers: EndpointWorkers[BookingsRequest, BookingsPart], bookings_max: int, router_id: int
+) -> bool:
+    """Request the router's bookings and put them in place; return whether nothing is missing now."""
+    bookings: list[ActiveSequenceEvent] | None = None
+    sync.begin_repair(router_id)
+    try:
+        bookings = await _bookings_of(router_id, workers, bookings_max)
+    finally:
+        is_repaired = sync.end_repair(router_id, bookings)
+    return is_repaired
 
-    router_id: int
-    is_doubted: bool = True
-    """Whether its bookings are to be requested."""
-    news: anyio.Event = field(factory=anyio.Event)
-    """Set when they have become doubtful."""
-    task: DisposableBase = field(factory=Disposable)
 
-
-class _Peers:
-    """The other routers as discovery has them, and a task for each that repairs what is known of it."""
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        sync: ReplicaSync,
-        workers: EndpointWorkers[BookingsRequest, BookingsPart],
-        limits: ShareLimits,
-    ) -> None:
-        self._runtime, self._sync, self._workers, self._limits = runtime, sync, workers, limits
-        self._members = Members()
-        self._peers: dict[int, _Peer] = {}
-
-    def follow(self, scope: Scope) -> DisposableBase:
-        """Keep the bookings true until disposed."""
-        missed = self._runtime.events.missed(scope, ACTIVE_SEQUENCES_TOPIC).subscribe(self._on_missed)
-        members = self._workers.follow(self._on_members)
-        return CompositeDisposable(missed, members, Disposable(self._close))
-
-    def _close(self) -> None:
-        self._workers.close()
-        for peer in self._peers.values():
-            peer.task.dispose()
-
-    def _on_missed(self, missed: Missed) -> None:
-        for peer in self._peers.values():
-            if missed.publisher_id in (None, peer.router_id):
-                peer.is_doubted = True
-                peer.news.set()
-
-    def _on_members(self, members: Members) -> None:
-        gone, new = members.gone_since(self._members), members.new_since(self._members)
-        self._members = members
-        for router_id in gone:
-            if (peer := self._peers.pop(router_id, None)) is not None:
-                peer.task.dispose()
-                self._sync.forget(router_id)
-        for router_id in new:
-            if router_id != self._sync.router_id:
-                self._peers[router_id] = peer = _Peer(router_id)
-                peer.task = self._runtime.scheduler.spawn(partial(self._repair, peer))
-
-    async def _repair(self, peer: _Peer, scope: anyio.CancelScope) -> None:
-        delay_s = self._limits.first_delay_s
-        with scope:
-            while True:
-                if not peer.is_doubted:
-                    await peer.news.wait()
-                peer.is_doubted, peer.news = False, anyio.Event()
-                if await self._one_attempt(peer.router_id):
-                    delay_s = self._limits.first_delay_s
-                    continue
-                peer.is_doubted = True
-                await anyio.sleep(delay_s)
-                delay_s = min(2 * delay_s, self._limits.longest_delay_s)
-
-    async def _one_attempt(self, router_id: int) -> bool:
-        """Request the router's bookings and put them in place; return whether nothing is missing now."""
-        bookings: list[ActiveSequenceEvent] | None = None
-        self._sync.begin_repair(router_id)
-        try:
-            with anyio.fail_after(self._limits.timeout_s):
-                bookings = await self._bookings_of(router_id)
-        except Exception as error:
-            _log.info("the bookings of router %d are not known: %s", router_id, error)
-        finally:
-            is_repaired = self._sync.end_repair(router_id, bookings)
-        return is_repaired
-
-    async def _bookings_of(self, router_id: int) -> list[ActiveSequenceEvent]:
-        found: list[ActiveSequenceEvent] = []
-        async with await self._workers.engine(router_id).generate(Context(BookingsRequest())) as stream:
-            async for part in stream:
-                found += [one for one in part.bookings if one.router_id == router_id]
-                if len(found) > self._limits.bookings:
-                    raise InvalidMessage(f"more than {self._limits.bookings} bookings")
-        return found
+async def _bookings_of(
+    router_id: int, workers: EndpointWorkers[BookingsRequest, BookingsPart], bookings_max: int
+) -> list[ActiveSequenceEvent]:
+    found: list[ActiveSequenceEvent] = []
+    async with await workers.engine(router_id).generate(Context(BookingsRequest())) as stream:
+        async for part in stream:
+            found += [one for one in part.bookings if one.router_id == router_id]
+            if len(found) > bookings_max:
+                raise InvalidMessage(f"more than {bookings_max} bookings")
+    return found

@@ -15,7 +15,7 @@ from operators import PushRouter
 from operators.kv import KvPushRouter, KvRouterConfig, WorkerRank, kv_router, shared_sessions
 from operators.kv.session_peers import SESSIONS_ENDPOINT, SESSIONS_TOPIC, SessionEvent, SessionsPart, SessionsRequest
 from operators.kv.sessions import SESSION_HEADER, Bound, Claimed, SessionBinding, Sessions
-from pipeline import Annotated, AsyncEngine, Context, Control, function_engine
+from pipeline import Annotated, AsyncEngine, Context, Control, Unavailable, function_engine
 from pipeline.loop import clock
 from pipeline.network import Scope, static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
@@ -220,21 +220,86 @@ async def test_an_event_that_cannot_be_changes_nothing(wrong: Any) -> None:
         assert other.peek() == A
 
 
-async def test_an_answer_without_end_is_refused_and_requested_again() -> None:
-    asked: list[float] = []
+@asynccontextmanager
+async def stranger(made: Deployment, engine: AsyncEngine[Any, Any], router_id: int = 5) -> AsyncIterator[None]:
+    """Have a process that answers with this engine for the router of this id."""
+    async with made.process() as process:
+        await process.serve(f"ns/workers/{SESSIONS_ENDPOINT}", engine, instance_id=router_id)
+        yield
+
+
+def giving(*session_ids: str) -> AsyncEngine[Any, Any]:
+    """Return an engine that gives these sessions, bound to A."""
 
     async def give(request: SessionsRequest) -> AsyncIterator[SessionsPart]:
-        asked.append(anyio.current_time())
+        yield SessionsPart([SessionBinding(session_id, A) for session_id in session_ids])
+
+    return function_engine(give)
+
+
+async def test_an_answer_without_end_is_refused_and_requested_again() -> None:
+    requested_s: list[float] = []
+
+    @function_engine
+    async def give(request: SessionsRequest) -> AsyncIterator[SessionsPart]:
+        requested_s.append(anyio.current_time())
         for n in range(1000):
             yield SessionsPart([SessionBinding(f"{n}-{m}", A) for m in range(20)])
 
-    engine: AsyncEngine[Any, Any] = function_engine(give)
-    async with fronts(1) as (made, (one,)), made.process() as process:
-        served = await process.serve(f"ns/workers/{SESSIONS_ENDPOINT}", engine)
+    async with fronts(1) as (made, (one,)), stranger(made, give):
         await anyio.sleep(30)
         assert len(one.sessions) <= one.sessions.bindings_max
-        assert 4 < len(asked) < 12
-        await served.close(0)
+        assert 4 < len(requested_s) < 12
+
+
+async def test_a_front_end_that_does_not_answer_delays_no_other() -> None:
+    open_answers: list[int] = []
+
+    @function_engine
+    async def give(request: SessionsRequest) -> AsyncIterator[SessionsPart]:
+        open_answers.append(1)
+        try:
+            yield SessionsPart([SessionBinding("slow", B)])
+            await anyio.sleep_forever()
+        finally:
+            open_answers.pop()
+
+    async with fronts(1) as (made, (one,)), stranger(made, give):
+        await anyio.sleep(1)
+        assert one.peek("slow") == B, "what comes counts at once"
+        async with stranger(made, giving("s"), router_id=6):
+            await anyio.sleep(1)
+            assert one.peek("s") == A
+        async with front(made) as late:
+            await anyio.sleep(1)
+            assert late.peek("s") == A
+            assert len(open_answers) == 2
+        await anyio.sleep(1)
+        assert len(open_answers) == 1, "the requests of a front end that has ended are closed"
+
+
+async def test_a_front_end_that_answers_with_an_error_gets_requests_until_it_gives_its_sessions() -> None:
+    requested_s: list[float] = []
+
+    @function_engine
+    async def give(request: SessionsRequest) -> AsyncIterator[SessionsPart]:
+        requested_s.append(anyio.current_time())
+        yield SessionsPart([SessionBinding(f"{len(requested_s)}", A)])
+        if len(requested_s) < 4:
+            raise Unavailable("not yet")
+
+    async with fronts(1) as (made, (one,)), stranger(made, give):
+        await anyio.sleep(60)
+        assert len(requested_s) == 4
+        assert one.peek("4") == A
+
+
+async def test_a_front_end_that_is_back_under_its_id_is_known_anew() -> None:
+    async with fronts(1) as (made, (one,)):
+        for name in ("first", "second"):
+            async with stranger(made, giving(name)):
+                await anyio.sleep(1)
+                assert one.peek(name) == A
 
 
 async def test_nothing_is_shared_once_the_block_has_ended() -> None:

@@ -257,21 +257,64 @@ def added(number: int, router_id: int = 5) -> ActiveSequenceEvent:
 
 
 @asynccontextmanager
-async def stranger(made: Deployment, engine: AsyncEngine[Any, Any]) -> AsyncIterator[None]:
-    """Have a process that answers with this engine for the router 5."""
+async def stranger(made: Deployment, engine: AsyncEngine[Any, Any], router_id: int = 5) -> AsyncIterator[None]:
+    """Have a process that answers with this engine for the router of this id."""
     async with made.process() as process:
-        await process.serve(BOOKINGS, engine, instance_id=5)
+        await process.serve(BOOKINGS, engine, instance_id=router_id)
         yield
 
 
+def giving(*bookings: ActiveSequenceEvent) -> AsyncEngine[Any, Any]:
+    """Return an engine that gives these bookings, all of one router."""
+
+    async def give(request: BookingsRequest) -> AsyncIterator[BookingsPart]:
+        yield BookingsPart(bookings[0].router_id, list(bookings))
+
+    return function_engine(give)
+
+
 async def test_a_router_answers_for_itself_only() -> None:
+    engine = giving(added(1), added(2, router_id=6), added(3))
+    async with fronts(1) as (made, (here,)), stranger(made, engine):
+        await anyio.sleep(1)
+        assert len(here.router.loads) == 2
+
+
+async def test_a_router_that_does_not_answer_delays_no_other() -> None:
+    open_answers: list[int] = []
+
     @function_engine
     async def give(request: BookingsRequest) -> AsyncIterator[BookingsPart]:
-        yield BookingsPart(5, [added(1), added(2, router_id=6), added(3)])
+        open_answers.append(1)
+        try:
+            yield BookingsPart(5, [added(1)])
+            await anyio.sleep_forever()
+        finally:
+            open_answers.pop()
 
     async with fronts(1) as (made, (here,)), stranger(made, give):
         await anyio.sleep(1)
-        assert len(here.router.loads) == 2
+        async with stranger(made, giving(added(2, router_id=6)), router_id=6):
+            await anyio.sleep(1)
+            assert len(here.router.loads) == 1, "half an answer does not count"
+        await anyio.sleep(1)
+        assert len(here.router.loads) == 0
+        async with front(made) as late:
+            await placed(here.router, prompt(), "r")
+            await anyio.sleep(1)
+            assert (len(late.router.loads), len(open_answers)) == (1, 2)
+        await anyio.sleep(1)
+        assert len(open_answers) == 1, "the requests of a front end that has ended are closed"
+
+
+async def test_a_router_that_is_back_under_its_id_is_known_anew() -> None:
+    async with fronts(1) as (made, (here,)):
+        for bookings in ([added(1), added(2)], [added(3)]):
+            async with stranger(made, giving(*bookings)):
+                await anyio.sleep(1)
+                assert len(here.router.loads) == len(bookings)
+        await anyio.sleep(1)
+        assert here.loads == IDLE
 
 
 @pytest.mark.parametrize("answer", [5, {"bookings": []}, {"router_id": 5, "bookings": [{}]}])
