@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from threading import Thread
 from typing import Any
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
+from attrs import define
 
 from pipeline import AsyncEngine, Context, Operator, ResponseStream, function_engine, map_response, until_killed
 from pipeline import pace as pace_module
@@ -105,6 +107,28 @@ STAGES: dict[str, Callable[[AsyncEngine[int, int]], AsyncEngine[int, int]]] = {
 }
 
 
+@define
+class Turns:
+    """The turns of the loop that another task has had."""
+
+    count: int = 0
+
+    async def run(self) -> None:
+        while True:
+            await checkpoint()
+            self.count += 1
+
+
+@asynccontextmanager
+async def another_task() -> AsyncIterator[Turns]:
+    """Give the turns of a task that runs until the block ends."""
+    turns = Turns()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(turns.run)
+        yield turns
+        tasks.cancel_scope.cancel()
+
+
 @pytest.fixture(params=SOURCES)
 def source(request: pytest.FixtureRequest) -> AsyncEngine[int, int]:
     return SOURCES[request.param]
@@ -115,36 +139,19 @@ async def test_a_source_that_is_always_ready_lets_other_tasks_run(
     source: AsyncEngine[int, int], stages: str, open_streams: OpenStreams
 ) -> None:
     """No other task ran before the last item was read."""
-    turns, got = 0, list[int]()
-
-    async def another() -> None:
-        nonlocal turns
-        while True:
-            await checkpoint()
-            turns += 1
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(another)
-        async with await STAGES[stages](source).generate(Context(ITEMS)) as stream:
-            got += [item async for item in stream]
-        tasks.cancel_scope.cancel()
+    async with another_task() as turns, await STAGES[stages](source).generate(Context(ITEMS)) as stream:
+        got = [item async for item in stream]
     assert got == (list(range(ITEMS)) if stages != "through a filter" else list(range(0, ITEMS, 10_000)))
-    assert turns >= ITEMS // BUDGET_ITEMS - 2
+    assert turns.count >= ITEMS // BUDGET_ITEMS - 2
 
 
 async def test_each_of_many_tasks_begins_to_read_in_the_turn_in_which_it_runs(anyio_backend_name: str) -> None:
     """Tasks behind the first ones of a turn waited for another turn before they sent their request."""
-    turns, begun_in = 0, list[int]()
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await checkpoint()
+    turns, begun_in = Turns(), list[int]()
 
     @function_engine
     async def engine(_: int) -> AsyncIterator[int]:
-        begun_in.append(turns)
+        begun_in.append(turns.count)
         yield 0
         yield 1
 
@@ -156,7 +163,7 @@ async def test_each_of_many_tasks_begins_to_read_in_the_turn_in_which_it_runs(an
         async with anyio.create_task_group() as readers:
             for _ in range(5 * LOOKS_MAX):
                 readers.start_soon(read)
-            tasks.start_soon(count)
+            tasks.start_soon(turns.run)
         tasks.cancel_scope.cancel()
     assert len(begun_in) == 5 * LOOKS_MAX
     # On trio the order within a turn is any: some tasks run before the one that counts, and some after it.
@@ -165,38 +172,18 @@ async def test_each_of_many_tasks_begins_to_read_in_the_turn_in_which_it_runs(an
 
 async def test_a_task_that_begins_many_streams_lets_other_tasks_run() -> None:
     """Once the budget is used up a task may begin one stream, not one after the other."""
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            await checkpoint()
-            turns += 1
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(count)
+    async with another_task() as turns:
         for _ in range(100 * LOOKS_MAX):
             async with await function.generate(Context(1)) as stream:
                 assert await anext(stream) == 0
-        tasks.cancel_scope.cancel()
-    assert turns >= 50
+    assert turns.count >= 50
 
 
 async def test_many_short_answers_in_a_row_let_other_tasks_run() -> None:
-    turns = 0
-
-    async def another() -> None:
-        nonlocal turns
-        while True:
-            await checkpoint()
-            turns += 1
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(another)
+    async with another_task() as turns:
         for _ in range(10 * LOOKS_MAX):
             assert await (await function.generate(Context(1))).collect() == [0]
-        tasks.cancel_scope.cancel()
-    assert turns >= 8
+    assert turns.count >= 8
 
 
 @pytest.mark.parametrize("stages", ["alone", "through operators"])
@@ -335,29 +322,20 @@ async def test_items_that_take_long_to_make_let_other_tasks_run_sooner(monkeypat
 
 
 def test_each_thread_with_a_loop_has_its_own_budget() -> None:
-    turns: dict[str, int] = {}
+    counts: dict[str, int] = {}
 
     async def main(backend: str) -> None:
-        turns[backend] = 0
-
-        async def another() -> None:
-            while True:
-                await checkpoint()
-                turns[backend] += 1
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(another)
-            async with await function.generate(Context(ITEMS)) as stream:
-                async for _ in stream:
-                    pass
-            tasks.cancel_scope.cancel()
+        async with another_task() as turns, await function.generate(Context(ITEMS)) as stream:
+            async for _ in stream:
+                pass
+        counts[backend] = turns.count
 
     threads = [Thread(target=anyio.run, args=(main, name), kwargs={"backend": name}) for name in ("asyncio", "trio")]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert min(turns["asyncio"], turns["trio"]) >= ITEMS // BUDGET_ITEMS - 2
+    assert min(counts["asyncio"], counts["trio"]) >= ITEMS // BUDGET_ITEMS - 2
 
 
 def test_a_stream_can_be_read_without_a_loop() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
@@ -46,37 +49,36 @@ class Readers:
         return next(turn for turn, each in self.came if each == name)
 
 
+@asynccontextmanager
+async def readers_of_an_idle_engine() -> AsyncIterator[Readers]:
+    """Give readers of an engine whose rank waits. At the end the engine holds nothing."""
+    engine = MockEngine(ARGS)
+    async with as_engine(engine) as served, anyio.create_task_group() as tasks:
+        readers = Readers(served)
+        tasks.start_soon(readers.count_turns)
+        for _ in range(5):
+            await checkpoint()
+        yield readers
+        tasks.cancel_scope.cancel()
+    assert_empty(engine)
+
+
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the order within a turn is fixed there
 class TestInRealTime:
     async def test_a_first_token_of_an_idle_rank_comes_two_turns_after_its_request(self) -> None:
         """One for the rank to step, one for the reader: the output waited for the turn after the step."""
-        engine = MockEngine(ARGS)
-        async with as_engine(engine) as served:
-            readers = Readers(served)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(readers.count_turns)
-                for _ in range(5):
-                    await checkpoint()  # the rank waits
-                await readers.read("one", 1)
-                tasks.cancel_scope.cancel()
-            assert readers.first("one") - readers.sent_in["one"] == 2
-        assert_empty(engine)
+        async with readers_of_an_idle_engine() as readers:
+            await readers.read("one", 1)
+        assert readers.first("one") - readers.sent_in["one"] == 2
 
     async def test_first_tokens_are_read_before_other_tokens_of_their_step(self) -> None:
-        engine = MockEngine(ARGS)
-        async with as_engine(engine) as served:
-            readers = Readers(served)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(readers.count_turns)
-                async with anyio.create_task_group() as reading:
-                    for name in OTHERS:
-                        reading.start_soon(readers.read, name, 400)
-                    while len(readers.came) < 5 * len(OTHERS):
-                        await checkpoint()
-                    reading.start_soon(readers.read, "new", 4)
-                tasks.cancel_scope.cancel()
-            turn = readers.first("new")
-            in_turn = [name for each, name in readers.came if each == turn]
-            assert set(in_turn) > set(OTHERS)
-            assert in_turn[0] == "new"
-        assert_empty(engine)
+        async with readers_of_an_idle_engine() as readers, anyio.create_task_group() as reading:
+            for name in OTHERS:
+                reading.start_soon(readers.read, name, 400)
+            while len(readers.came) < 5 * len(OTHERS):
+                await checkpoint()
+            reading.start_soon(readers.read, "new", 4)
+        turn = readers.first("new")
+        in_turn = [name for each, name in readers.came if each == turn]
+        assert set(in_turn) > set(OTHERS)
+        assert in_turn[0] == "new"

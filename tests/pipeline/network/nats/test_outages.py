@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -19,6 +20,34 @@ from tests.pipeline.network.nats.worlds import GRACE_S, IMPATIENT, QUICK, TTL_S,
 from tests.pipeline.network.worlds import eventually, record_watch
 
 
+@asynccontextmanager
+async def own_stores(folder: Path) -> AsyncIterator[tuple[NatsServer, NatsStore, NatsStore]]:
+    """Give a server of this test alone, and the stores of two processes there."""
+    async with own_server(folder) as server:
+        world = NatsWorld(server.url, folder)
+        async with world.store() as owner, world.store() as other:
+            yield server, owner, other
+
+
+async def outage(server: NatsServer, how: str, lasts_s: float) -> None:
+    """Have the server "killed", or "suspended", for so long."""
+    if how == "killed":
+        await server.kill()
+        await anyio.sleep(lasts_s)
+        await server.start()
+    else:
+        server.pause()
+        await anyio.sleep(lasts_s)
+        server.resume()
+
+
+async def watched(store: NatsStore, count: int, prefix: str = "") -> list[Any]:
+    """Return the list of the changes under the prefix, which grows with them, once it has so many."""
+    received, _ = record_watch(store, prefix)
+    await eventually(lambda: len(received) == count)
+    return received
+
+
 async def both_connected(*stores: NatsStore) -> None:
     await eventually(lambda: all(store._connection.is_connected for store in stores))
 
@@ -31,47 +60,41 @@ async def has_entries(store: NatsStore, wanted: dict[str, bytes]) -> None:
 
 
 async def test_a_watch_goes_on_over_a_restart_and_repeats_nothing(tmp_path: Path) -> None:
-    async with own_server(tmp_path) as server:
-        world = NatsWorld(server.url, tmp_path)
-        async with world.store() as owner, world.store() as other:
-            created = await owner.create("a/old", b"1")
-            received, _ = record_watch(other)
-            await eventually(lambda: len(received) == 1)
-            await server.kill()
-            await server.start()
-            await both_connected(owner, other)
-            new = await owner.create("a/new", b"2")
-            replaced = await other.replace("a/old", b"3", created.revision)
-            await owner.delete("a/new")
-            await eventually(lambda: Gone("a/new") in received)
-            assert received == [
-                Put("a/old", b"1", created.revision),
-                Put("a/new", b"2", new.revision),
-                Put("a/old", b"3", replaced.revision),
-                Gone("a/new"),
-            ]
+    async with own_stores(tmp_path) as (server, owner, other):
+        created = await owner.create("a/old", b"1")
+        received = await watched(other, 1)
+        await server.kill()
+        await server.start()
+        await both_connected(owner, other)
+        new = await owner.create("a/new", b"2")
+        replaced = await other.replace("a/old", b"3", created.revision)
+        await owner.delete("a/new")
+        await eventually(lambda: Gone("a/new") in received)
+        assert received == [
+            Put("a/old", b"1", created.revision),
+            Put("a/new", b"2", new.revision),
+            Put("a/old", b"3", replaced.revision),
+            Gone("a/new"),
+        ]
 
 
 async def test_what_changed_while_a_watch_was_cut_off_comes_as_the_difference(tmp_path: Path) -> None:
-    async with own_server(tmp_path) as server:
-        world = NatsWorld(server.url, tmp_path)
-        async with world.store() as owner, world.store() as other:
-            for key in ("a/same", "a/changed", "a/deleted"):
-                await owner.create(key, b"1")
-            received, _ = record_watch(other)
-            await eventually(lambda: len(received) == 3)
-            other._connection.session_now().lose("cut")
-            await owner.delete("a/deleted")
-            known = await owner.get("a/changed")
-            assert known is not None
-            changed = await owner.replace("a/changed", b"2", known.revision)
-            new = await owner.create("a/new", b"3")
-            await eventually(lambda: len(received) == 6)
-            assert received[3:] == [
-                Put("a/changed", b"2", changed.revision),
-                Gone("a/deleted"),
-                Put("a/new", b"3", new.revision),
-            ]
+    async with own_stores(tmp_path) as (_, owner, other):
+        for key in ("a/same", "a/changed", "a/deleted"):
+            await owner.create(key, b"1")
+        received = await watched(other, 3)
+        other._connection.session_now().lose("cut")
+        await owner.delete("a/deleted")
+        known = await owner.get("a/changed")
+        assert known is not None
+        changed = await owner.replace("a/changed", b"2", known.revision)
+        new = await owner.create("a/new", b"3")
+        await eventually(lambda: len(received) == 6)
+        assert received[3:] == [
+            Put("a/changed", b"2", changed.revision),
+            Gone("a/deleted"),
+            Put("a/new", b"3", new.revision),
+        ]
 
 
 async def test_a_message_that_a_watch_has_missed_is_noticed_and_made_up_for(
@@ -99,6 +122,16 @@ async def test_a_message_that_a_watch_has_missed_is_noticed_and_made_up_for(
         assert other._connection.sessions == 1
 
 
+def unanswered(calls: list[None]) -> Callable[..., Awaitable[None]]:
+    """Return a function whose calls, which are counted, never return."""
+
+    async def call(*_: Any, **__: Any) -> None:
+        calls.append(None)
+        await anyio.sleep_forever()
+
+    return call
+
+
 async def vanish(store: NatsStore, key: str) -> None:
     """Remove the key from the server without a trace, as an old server does that finds it lapsed when it starts."""
     session = store._connection.session_now()
@@ -108,8 +141,7 @@ async def vanish(store: NatsStore, key: str) -> None:
 async def test_a_held_key_that_vanishes_is_back_before_any_watch_notices(world: NatsWorld) -> None:
     async with world.store() as owner, world.store() as other:
         created = await owner.create("a/k", b"1")
-        received, _ = record_watch(other)
-        await eventually(lambda: len(received) == 1)
+        received = await watched(other, 1)
         await vanish(other, "a/k")
         assert await other.get("a/k") is None
         renewals = owner.renewals
@@ -123,8 +155,7 @@ async def test_a_key_that_lapses_without_notice_is_gone_because_it_is_silent(wor
     async with world.store() as owner, world.store() as other:
         await owner.create("a/k", b"1")
         await owner.create("a/held", b"1")
-        received, _ = record_watch(other)
-        await eventually(lambda: len(received) == 2)
+        received = await watched(other, 2)
         owner.abandon("a/k")
         await vanish(other, "a/k")
         await anyio.sleep(TTL_S - 0.5)
@@ -140,8 +171,7 @@ async def test_a_key_that_lapses_without_notice_is_gone_because_it_is_silent(wor
 async def test_a_bucket_that_is_deleted_under_way_is_made_and_filled_again(world: NatsWorld) -> None:
     async with world.store(IMPATIENT) as owner, world.store(IMPATIENT) as other, world.store(IMPATIENT) as third:
         await owner.create("a/k", b"1")
-        received, _ = record_watch(other)
-        await eventually(lambda: len(received) == 1)
+        received = await watched(other, 1)
         await third._connection.session_now().streams._api.delete_stream(third._bucket.stream)
         with suppress(Unavailable):
             await third.create("a/new", b"2")
@@ -206,65 +236,48 @@ async def lose_data(server: NatsServer) -> None:
 
 
 async def test_an_empty_server_is_filled_again_and_no_watch_notices(tmp_path: Path) -> None:
-    async with own_server(tmp_path) as server:
-        world = NatsWorld(server.url, tmp_path)
-        async with world.store() as owner, world.store() as other:
-            created = await owner.create("a/k", b"1")
-            replaced = await owner.replace("a/k", b"2", created.revision)
-            received, _ = record_watch(other)
-            await eventually(lambda: len(received) == 1)
-            await lose_data(server)
-            await eventually(lambda: owner._connection.sessions == other._connection.sessions == 2)
-            await has_entries(other, {"a/k": b"2"})
-            assert await other.get("a/k") == Put("a/k", b"2", replaced.revision)
-            assert len(received) == 1
-            await other.replace("a/k", b"3", replaced.revision)
-            await eventually(lambda: len(received) == 2)
+    async with own_stores(tmp_path) as (server, owner, other):
+        created = await owner.create("a/k", b"1")
+        replaced = await owner.replace("a/k", b"2", created.revision)
+        received = await watched(other, 1)
+        await lose_data(server)
+        await eventually(lambda: owner._connection.sessions == other._connection.sessions == 2)
+        await has_entries(other, {"a/k": b"2"})
+        assert await other.get("a/k") == Put("a/k", b"2", replaced.revision)
+        assert len(received) == 1
+        await other.replace("a/k", b"3", replaced.revision)
+        await eventually(lambda: len(received) == 2)
 
 
 @pytest.mark.slow
 async def test_an_owner_that_does_not_come_back_with_the_server_is_gone_after_a_lease_time(tmp_path: Path) -> None:
-    async with own_server(tmp_path) as server:
-        world = NatsWorld(server.url, tmp_path)
-        async with world.store() as owner, world.store() as other:
-            await owner.create("a/lost", b"1")
-            await other.create("a/kept", b"2")
-            received, _ = record_watch(other)
-            await eventually(lambda: len(received) == 2)
-            owner.abandon("a/lost")
-            await lose_data(server)
-            await both_connected(other)
-            await anyio.sleep(TTL_S - 0.5)
-            assert len(received) == 2
-            await eventually(lambda: received[2:] == [Gone("a/lost")], within_s=GRACE_S + 1)
+    async with own_stores(tmp_path) as (server, owner, other):
+        await owner.create("a/lost", b"1")
+        await other.create("a/kept", b"2")
+        received = await watched(other, 2)
+        owner.abandon("a/lost")
+        await lose_data(server)
+        await both_connected(other)
+        await anyio.sleep(TTL_S - 0.5)
+        assert len(received) == 2
+        await eventually(lambda: received[2:] == [Gone("a/lost")], within_s=GRACE_S + 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "suspended"])
 async def test_an_outage_longer_than_every_lease_removes_nothing(tmp_path: Path, how: str) -> None:
-    async with own_server(tmp_path) as server:
-        world = NatsWorld(server.url, tmp_path)
-        async with world.store() as owner, world.store() as other:
-            await owner.create("a/k", b"1")
-            await other.create("b/k", b"2")
-            received, _ = record_watch(other)
-            late: list[Any] = []
-            await eventually(lambda: len(received) == 2)
-            for round_s in (1.5 * TTL_S, 3 * TTL_S):
-                if how == "killed":
-                    await server.kill()
-                    await anyio.sleep(round_s)
-                    await server.start()
-                else:
-                    server.pause()
-                    await anyio.sleep(round_s)
-                    server.resume()
-                await both_connected(owner, other)
-                await has_entries(other, {"a/k": b"1", "b/k": b"2"})
-            late, _ = record_watch(owner)
-            await anyio.sleep(GRACE_S + 1)
-            assert len(received) == 2
-            assert [change.key for change in late] == ["a/k", "b/k"]
+    async with own_stores(tmp_path) as (server, owner, other):
+        await owner.create("a/k", b"1")
+        await other.create("b/k", b"2")
+        received = await watched(other, 2)
+        for round_s in (1.5 * TTL_S, 3 * TTL_S):
+            await outage(server, how, round_s)
+            await both_connected(owner, other)
+            await has_entries(other, {"a/k": b"1", "b/k": b"2"})
+        late, _ = record_watch(owner)
+        await anyio.sleep(GRACE_S + 1)
+        assert len(received) == 2
+        assert [change.key for change in late] == ["a/k", "b/k"]
 
 
 @pytest.mark.slow
@@ -274,8 +287,7 @@ async def test_a_key_whose_owner_closed_during_an_outage_goes_after_it(tmp_path:
         async with world.store() as other:
             async with world.store() as owner:
                 await owner.create("a/k", b"1")
-                received, _ = record_watch(other)
-                await eventually(lambda: len(received) == 1)
+                received = await watched(other, 1)
                 await server.kill()
                 await eventually(lambda: not owner._connection.is_connected)
             await anyio.sleep(TTL_S + 1)
@@ -289,8 +301,7 @@ async def test_a_key_whose_owner_closed_during_an_outage_goes_after_it(tmp_path:
 async def test_a_process_that_was_suspended_itself_takes_nobody_for_gone(world: NatsWorld) -> None:
     async with world.store() as owner, world.store() as other:
         await owner.create("a/k", b"1")
-        received, _ = record_watch(other)
-        await eventually(lambda: len(received) == 1)
+        received = await watched(other, 1)
         owner.abandon("a/k")
         blocked_s = TTL_S + 2 * QUICK.reconnect_max_s
         sleep(blocked_s)  # noqa: ASYNC251  # neither store's process gets to do anything
@@ -302,27 +313,18 @@ async def test_a_process_that_was_suspended_itself_takes_nobody_for_gone(world: 
 
 @pytest.mark.slow
 async def test_servers_killed_and_suspended_again_and_again_lose_no_lease(tmp_path: Path) -> None:
-    async with own_server(tmp_path) as server:
-        world = NatsWorld(server.url, tmp_path)
-        async with world.store() as owner, world.store() as other:
-            for number in range(50):
-                await owner.create(f"a/{number}", b"1")
-            received, _ = record_watch(other)
-            await eventually(lambda: len(received) == 50)
-            for number in range(8):
-                if number % 2:
-                    await server.kill()
-                    await anyio.sleep(0.4 * number)
-                    await server.start()
-                else:
-                    server.pause()
-                    await anyio.sleep(0.5 * number)
-                    server.resume()
-                await anyio.sleep(0.2 * number)
-            await both_connected(owner, other)
-            await anyio.sleep(GRACE_S + 1)
-            assert len(await other.entries()) == 50
-            assert len(received) == 50
+    async with own_stores(tmp_path) as (server, owner, other):
+        for number in range(50):
+            await owner.create(f"a/{number}", b"1")
+        received = await watched(other, 50)
+        for number in range(8):
+            how, lasts_s = ("killed", 0.4 * number) if number % 2 else ("suspended", 0.5 * number)
+            await outage(server, how, lasts_s)
+            await anyio.sleep(0.2 * number)
+        await both_connected(owner, other)
+        await anyio.sleep(GRACE_S + 1)
+        assert len(await other.entries()) == 50
+        assert len(received) == 50
 
 
 @pytest.mark.slow
@@ -330,8 +332,7 @@ async def test_a_key_that_lapsed_around_an_election_has_its_time_to_come_back(wo
     """The servers of a cluster that have no leader take no renewals, and drop what has lapsed when they have one."""
     async with world.store() as owner, world.store() as other:
         await owner.create("a/1", b"1")
-        received, _ = record_watch(other)
-        await eventually(lambda: len(received) == 1)
+        received = await watched(other, 1)
         messages = other._connection.session_now()
         owner.abandon("a/1")
         begun_s = anyio.current_time()
@@ -349,18 +350,14 @@ async def test_a_renewal_that_is_never_answered_is_not_the_last(
     async with world.store() as owner:
         await owner.create("a/1", b"1")
         streams = owner._connection.session_now().streams
-        asked: list[Any] = []
+        asked: list[None] = []
 
         async def refused(batch: list[Any]) -> list[None]:
             return [None] * len(batch)
 
-        async def unanswered(*_: Any, **__: Any) -> None:
-            asked.append(None)
-            await anyio.sleep_forever()
-
         with monkeypatch.context() as silent:
             silent.setattr(streams, "store_all", refused)
-            silent.setattr(streams._api, "get_msg", unanswered)
+            silent.setattr(streams._api, "get_msg", unanswered(asked))
             await eventually(lambda: bool(asked), 2 * TTL_S)
         before = owner.renewals
         await eventually(lambda: owner.renewals > before + 1, 2 * QUICK.call_timeout_s + 3 * TTL_S)
@@ -374,14 +371,10 @@ async def test_a_watch_whose_reader_is_never_answered_begins_again(
 ) -> None:
     async with world.store() as owner, world.store() as other:
         await owner.create("a/1", b"1")
-        api, asked = other._connection.session_now().streams._api, list[Any]()
-
-        async def unanswered(*_: Any, **__: Any) -> None:
-            asked.append(None)
-            await anyio.sleep_forever()
+        api, asked = other._connection.session_now().streams._api, list[None]()
 
         with monkeypatch.context() as silent:
-            silent.setattr(api, "add_consumer", unanswered)
+            silent.setattr(api, "add_consumer", unanswered(asked))
             received, _ = record_watch(other)
             await eventually(lambda: bool(asked))
         await eventually(lambda: len(received) == 1, 2 * QUICK.call_timeout_s + 2)

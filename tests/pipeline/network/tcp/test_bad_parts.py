@@ -12,6 +12,7 @@ from pipeline.network.tcp.parts import part_frame
 from pipeline.testing import OpenStreams, ScriptedEngine
 from pipeline.wire import to_msgpack
 from tests.pipeline.network.tcp.worlds import (
+    CALL_HEAD,
     OPTIONS,
     RawPeer,
     frame,
@@ -23,7 +24,6 @@ from tests.pipeline.network.tcp.worlds import (
     settled,
 )
 
-CALL_HEAD = {"instance": "ns/comp/ep/1", "id": "r", "payload": None}
 SMALL = evolve(OPTIONS, message_limit_bytes=1000)
 LIMIT = 1000 + framing.HEADROOM_BYTES
 

@@ -16,6 +16,7 @@ from pipeline.network.tcp.parts import part_frame
 from pipeline.testing import OpenStreams, ScriptedEngine, Stall
 from pipeline.wire import to_msgpack
 from tests.pipeline.network.tcp.worlds import (
+    CALL_HEAD,
     OPTIONS,
     Pair,
     RawPeer,
@@ -29,7 +30,6 @@ from tests.pipeline.network.tcp.worlds import (
     settled,
 )
 
-CALL_HEAD = {"instance": "ns/comp/ep/1", "id": "r", "payload": None}
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text(max_size=5) | st.binary(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),

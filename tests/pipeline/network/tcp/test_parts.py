@@ -21,6 +21,7 @@ from pipeline.network.tcp.parts import PART_BYTES, part_frame
 from pipeline.testing import OpenStreams, ScriptedEngine, Stall, Wait
 from pipeline.wire import to_msgpack
 from tests.pipeline.network.tcp.worlds import (
+    CALL_HEAD,
     OPTIONS,
     Pair,
     RawPeer,
@@ -36,7 +37,6 @@ from tests.pipeline.network.worlds import eventually
 LONG = 2_000_000
 PATIENT = evolve(OPTIONS, lost_after_s=1000)
 ROOMY: dict[str, Any] = {"message_limit_bytes": 10**8, "window_bytes": 10**8}
-CALL_HEAD = {"instance": "ns/comp/ep/1", "id": "r", "payload": None}
 
 
 def script(payload: Any) -> list[Any]:

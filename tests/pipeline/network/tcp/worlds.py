@@ -19,6 +19,8 @@ from tests.pipeline.network.memory_network import MemoryNetwork
 from tests.pipeline.network.worlds import WHERE
 
 OPTIONS = TcpOptions(has_unix_socket=False)
+CALL_HEAD: dict[str, Any] = {"instance": f"{WHERE}/1", "id": "r", "payload": None}
+"""The body of a call of the instance that `Pair.serve` serves first, without a payload."""
 
 
 @frozen
