@@ -69,7 +69,7 @@ class AsyncioTlsListener(Listener):
         while True:
             await self._handshakes.place()
             try:
-                accepted, _ = await self._loop.sock_accept(listening)
+                accepted = await _accept(listening)
             except OSError as error:  # no file descriptor is free, or the caller has left again
                 self._handshakes.end()
                 faults.warning("%s: a connection cannot be accepted: %s", self.address, error)
@@ -92,6 +92,19 @@ class AsyncioTlsListener(Listener):
             _log.exception("%s: a TLS handshake could not be held", self.address)
         finally:
             self._handshakes.end()
+
+
+async def _accept(listening: socket.socket) -> socket.socket:
+    """Return the next connection.
+
+    Not by `loop.sock_accept`: what that has accepted is lost if its task is cancelled before its next turn.
+    """
+    while True:
+        await anyio.wait_readable(listening)
+        with suppress(BlockingIOError):  # another process took it, or the caller has left again
+            accepted, _ = listening.accept()
+            accepted.setblocking(False)
+            return accepted
 
 
 async def listen_with_tls(

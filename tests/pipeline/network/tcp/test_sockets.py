@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import resource
 import socket
 import ssl
 import stat
 import tempfile
+import warnings
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -140,6 +142,43 @@ async def test_a_connection_that_is_accepted_while_the_plane_closes_is_left_open
                 while await anyio.to_thread.run_sync(caller.recv, 1000):
                     pass  # a Hello may have been sent before
         gc.collect()
+
+
+def run_until_cancelled(loop: str, turns: int, options: TcpOptions) -> None:
+    """Run a plane to which callers connect, and cancel everything after so many turns of the loop."""
+
+    async def main() -> None:
+        with ExitStack() as callers, anyio.CancelScope() as scope:
+            async with AnyIOScheduler() as scheduler:
+                plane = TcpRequestPlane(scheduler, options)
+                await plane.open()
+                host, _, port = plane.transport["tcp"].rpartition(":")
+                for turn in range(turns + 1):
+                    if turn in (0, 6):  # before the listener waits, and while it does
+                        for _ in range(3):
+                            callers.enter_context(socket.create_connection((host, int(port)), timeout=5))
+                    await anyio.lowlevel.checkpoint()
+                scope.cancel()
+                if loop != "trio":
+                    for task in asyncio.all_tasks():
+                        task.cancel()  # as asyncio.run does at its end
+                await plane.close()
+
+    backend, backend_options = LOOPS[loop]
+    with suppress(asyncio.CancelledError):
+        anyio.run(main, backend=backend, backend_options=backend_options)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_connection_that_is_accepted_as_all_tasks_are_cancelled_is_closed(loop: str, tmp_path: Path) -> None:
+    """A task of asyncio that is cancelled before it has begun never runs: what it was given is closed without it."""
+    options = tls(files(tmp_path, "worker.test", trustme.CA()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for turns in range(16):
+            run_until_cancelled(loop, turns, options)
+            gc.collect()
+    assert [str(one.message) for one in caught if "raddr=" in str(one.message)] == []
 
 
 async def test_without_a_place_for_a_unix_socket_there_is_the_address(
