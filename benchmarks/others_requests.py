@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -78,12 +79,12 @@ def publish_bookings(sync: ReplicaSync, blocks: int, count: int) -> Iterator[Non
         request = ActiveRequest(f"chatcmpl-{random.getrandbits(128):032x}-{number}")
         request.slot = slot
         hashes = [random.getrandbits(64) for _ in range(blocks)]
-        sync.publish(request, AddRequest.of(SequenceLoad(hashes, 16 * blocks)), None)
+        sync.publish(request, partial(AddRequest.of, SequenceLoad(hashes, 16 * blocks)), None)
         yield
-        sync.publish(request, MarkPrefillCompleted(), None)
+        sync.publish(request, MarkPrefillCompleted, None)
         live.append(request)
         if len(live) > _LIVE:
-            sync.publish(live.pop(0), Free(), None)
+            sync.publish(live.pop(0), Free, None)
 
 
 def kv_changes(row: str, count: int) -> Iterator[RouterEvent]:

@@ -33,6 +33,11 @@ class LoopHandle:
     def __init__(self) -> None:
         self._loop, self._thread = running_loop(), get_ident()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the loop's thread; True for one that was made outside of any loop."""
+        return self._loop is None or get_ident() == self._thread
+
     def run(self, callback: Callable[[], object]) -> None:
         """Run the callback now if this is the loop's thread, else on the loop's next turn.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from attrs import define, evolve, field
 
@@ -182,7 +183,7 @@ class LoadBook:
             before_tokens = max(0, reservation.queued_tokens - load.prefill_tokens)
             self._meter.booked(before_tokens, load.prefill_tokens, decision.prompt.isl_tokens)
         if self.peers is not None:
-            self.peers.publish(reservation, AddRequest.of(load), reservation.lora_name)
+            self.peers.publish(reservation, partial(AddRequest.of, load), reservation.lora_name)
 
     def pace(self, now_s: float) -> Pace:
         """Return how the workers answer, as far as that is observed."""
@@ -204,7 +205,7 @@ class LoadBook:
     def finish_prefill(self, reservation: Reservation) -> bool:
         if marked := self.sequences.finish_prefill(reservation, self.now_s()):
             if self.peers is not None:
-                self.peers.publish(reservation, MarkPrefillCompleted(), reservation.lora_name)
+                self.peers.publish(reservation, MarkPrefillCompleted, reservation.lora_name)
             self.on_room()
         return marked
 
@@ -219,7 +220,7 @@ class LoadBook:
         if self._meter is not None and released and reservation.first_token_s is not None:
             self._meter.ended(reservation.output_tokens, self.clock() - reservation.first_token_s)
         if self.peers is not None:
-            self.peers.publish(reservation, Free(), reservation.lora_name)
+            self.peers.publish(reservation, Free, reservation.lora_name)
         if released:
             self.on_room()
         return released

@@ -81,6 +81,13 @@ class Publisher(ABC):
     def publish(self, payload: object) -> None:
         """Send the event to the present subscribers. Does not wait; may be called from any thread."""
 
+    def publish_if_read(self, make: Callable[[], object]) -> None:
+        """Publish what `make` returns, now; it need not be called where there is no subscriber.
+
+        The event has its number in any case, so a subscriber that comes later is told that it has missed something.
+        """
+        self.publish(make())
+
 
 class EventPlane(ABC):
     """See the module. Publisher ids are random and at most 2^53 - 1."""
@@ -94,10 +101,13 @@ class EventPlane(ABC):
         """Return a new publisher."""
 
     @abstractmethod
-    def subscribe(self, scope: Scope, topic: str, payload_type: type[T]) -> Observable[Event[T]]:
+    def subscribe(
+        self, scope: Scope, topic: str, payload_type: type[T], *, but: Publisher | None = None
+    ) -> Observable[Event[T]]:
         """Return the events published there from the subscription on, as this type. Completes when the plane closes.
 
-        Disposing ends the subscription. The exception of a subscriber does not affect others.
+        Those of the publisher `but`, which is the subscriber itself, are left out. Disposing ends the subscription. The
+        exception of a subscriber does not affect others.
         """
 
     def missed(self, scope: Scope, topic: str) -> Observable[Missed]:
@@ -281,6 +291,14 @@ class Fanout(Generic[T]):
         observer, accepts = self._listeners[key]
         if accepts(item):
             _guarded(observer.on_next, item)
+
+
+def all_but(publisher: Publisher | None) -> Callable[[Event[Any]], bool]:
+    """Return whether an event is of another publisher than this one; None: any is."""
+    if publisher is None:
+        return lambda _: True
+    left_out = publisher.publisher_id
+    return lambda event: event.publisher_id != left_out
 
 
 def _guarded(call: Callable[..., object], *args: object) -> None:

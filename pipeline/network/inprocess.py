@@ -29,7 +29,7 @@ from pipeline.rx import AnyIOScheduler, CompositeDisposable, Disposable, Disposa
 
 from ..loop import LoopHandle
 from .discovery import Change, Gone, Put, Store, Written
-from .events import Event, EventPlane, Fanout, Publisher, Scope
+from .events import Event, EventPlane, Fanout, Publisher, Scope, all_but
 from .names import MAX_ID, Instance, matches_prefix
 from .requests import CallMeter, MeteredCall, RequestPlane, Serving, not_found
 
@@ -212,8 +212,10 @@ class InProcessEventPlane(EventPlane):
         if (fanout := self._topics.get(key)) is not None:
             fanout.push(Event(publisher_id, sequence, self._wall_ms(), key[1], payload))
 
-    def subscribe(self, scope: Scope, topic: str, payload_type: type[T]) -> Observable[Event[T]]:
-        key = (scope, topic)
+    def subscribe(
+        self, scope: Scope, topic: str, payload_type: type[T], *, but: Publisher | None = None
+    ) -> Observable[Event[T]]:
+        key, accepts = (scope, topic), all_but(but)
 
         def tidy() -> None:
             if key in self._topics and not self._topics[key]:
@@ -223,7 +225,7 @@ class InProcessEventPlane(EventPlane):
             if self._closed:
                 observer.on_completed()
                 return Disposable()
-            listening = self._topics.setdefault(key, Fanout()).add(observer)
+            listening = self._topics.setdefault(key, Fanout()).add(observer, accepts=accepts)
             return CompositeDisposable(listening, Disposable(tidy))
 
         return Observable(subscribe)

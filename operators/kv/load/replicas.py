@@ -209,7 +209,7 @@ class ReplicaSync:
         where = EndpointId.parse(endpoint)
         scope = Scope(where.namespace, where.component)
         self._publisher = events.publisher(scope, ACTIVE_SEQUENCES_TOPIC)
-        self._events = events.subscribe(scope, ACTIVE_SEQUENCES_TOPIC, ActiveSequenceEvent)
+        self._events = events.subscribe(scope, ACTIVE_SEQUENCES_TOPIC, ActiveSequenceEvent, but=self._publisher)
         self._registered_only = registered_only
         self._sequences: ActiveSequences | None = None
         self._now_s: Callable[[], float] = anyio.current_time
@@ -265,16 +265,17 @@ class ReplicaSync:
             if self.made_room():
                 wake()
 
-    def publish(self, request: ActiveRequest, data: SequenceEventData, lora_name: str | None) -> None:
+    def publish(self, request: ActiveRequest, step: Callable[[], SequenceEventData], lora_name: str | None) -> None:
         """Publish a step of a request that is or was booked here; also long after it expired or its worker left.
 
-        A failure is logged, with the number since the last report: routing goes on without.
+        `step` makes it, where another router is there. A failure is logged, with the number since the last report:
+        routing goes on without.
         """
-        if isinstance(data, Free) and self._sequences is not None and self._sequences.get(request.request_id):
+        if step is Free and self._sequences is not None and self._sequences.get(request.request_id):
             return  # the id was booked again meanwhile, which has ended this booking at the other routers already
         try:
-            self._publisher.publish(
-                ActiveSequenceEvent(request.request_id, request.rank, data, self.router_id, lora_name)
+            self._publisher.publish_if_read(
+                lambda: ActiveSequenceEvent(request.request_id, request.rank, step(), self.router_id, lora_name)
             )
         except Exception as error:
             self._unsent += 1

@@ -44,7 +44,7 @@ class DirectEventPlane(EventPlane):
         self._requests = requests
         self.incoming = SubscribedChannels(store, requests, scheduler, limits, rng, lambda: self.outgoing.server)
         """What this process subscribes to."""
-        self.outgoing = PublishedChannels(store, scheduler, limits, self.incoming.deliver, wall_ms, rng)
+        self.outgoing = PublishedChannels(store, scheduler, limits, self.incoming, wall_ms, rng)
         """What this process publishes."""
 
     async def open(self) -> None:
@@ -55,8 +55,10 @@ class DirectEventPlane(EventPlane):
         """Return a new publisher. Raise StreamClosed before `open`, and InvalidArgument for names that are no text."""
         return self.outgoing.publisher((scope, topic))
 
-    def subscribe(self, scope: Scope, topic: str, payload_type: type[T]) -> Observable[Event[T]]:
-        return self.incoming.subscribe((scope, topic), payload_type)
+    def subscribe(
+        self, scope: Scope, topic: str, payload_type: type[T], *, but: Publisher | None = None
+    ) -> Observable[Event[T]]:
+        return self.incoming.subscribe((scope, topic), payload_type, but)
 
     def missed(self, scope: Scope, topic: str) -> Observable[Missed]:
         return self.incoming.missed((scope, topic))

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import anyio
 from attrs import define, evolve, field
@@ -21,12 +21,15 @@ from pipeline.rx import AnyIOScheduler, CompositeDisposable, Disposable, Disposa
 from pipeline.wire import from_json, record_reader
 
 from ..discovery import Change, Gone, Put, Store
-from ..events import Event, Fanout, Missed, Sequences, decode_event, decode_frame
+from ..events import Event, Fanout, Missed, Publisher, Sequences, decode_event, decode_frame
 from ..names import Instance
 from ..requests import RequestPlane
 from .channels import Channel, ChannelRecord, ChannelRequest, DirectEventLimits, EventBatch, channel_prefix
 
 T = TypeVar("T")
+
+_Kind: TypeAlias = tuple[Any, int | None]
+"""Of subscribers: the type of their payload, and the publisher that is left out."""
 
 _log = logging.getLogger(__name__)
 
@@ -62,9 +65,13 @@ class SubscribedChannels:
         """Number of streams to other processes, those included that are broken and will be opened again."""
         return sum(followed.streams for followed in self._followed.values())
 
-    def subscribe(self, channel: Channel, payload_type: type[T]) -> Observable[Event[T]]:
-        """Return the channel's events from the subscription on. Raise InvalidArgument for names without a key."""
+    def subscribe(self, channel: Channel, payload_type: type[T], but: Publisher | None = None) -> Observable[Event[T]]:
+        """Return the channel's events from the subscription on, as `EventPlane.subscribe` does.
+
+        Raise InvalidArgument for names without a key.
+        """
         channel_prefix(channel)
+        kind: _Kind = (payload_type, None if but is None else but.publisher_id)
 
         def tidy() -> None:
             followed = self._followed.get(channel)
@@ -78,10 +85,10 @@ class SubscribedChannels:
                 return Disposable()
             if (followed := self._followed.get(channel)) is None:
                 followed = self._followed[channel] = _Followed(self, channel)
-                listening = followed.add(observer, payload_type)
+                listening = followed.add(observer, kind)
                 followed.open()
             else:
-                listening = followed.add(observer, payload_type)
+                listening = followed.add(observer, kind)
             return CompositeDisposable(listening, Disposable(tidy))
 
         return Observable(subscribe)
@@ -101,6 +108,11 @@ class SubscribedChannels:
             return CompositeDisposable(listening, Disposable(tidy))
 
         return Observable(subscribe)
+
+    def takes(self, channel: Channel, publisher_id: int) -> bool:
+        """Return whether this process has a subscriber for events of the publisher, which is one of its own."""
+        followed = self._followed.get(channel)
+        return followed is not None and followed.takes(publisher_id)
 
     def deliver(self, channel: Channel, event: Event[Any], is_gap: bool) -> None:
         """Deliver an event of a publisher of this process; `is_gap` if events before it were dropped."""
@@ -167,8 +179,7 @@ class _Followed:
 
     def __init__(self, owner: SubscribedChannels, channel: Channel) -> None:
         self._owner, self._channel = owner, channel
-        self._fanouts: dict[Any, Fanout[Event[Any]]] = {}
-        """Subscribers by the type of their payload."""
+        self._fanouts: dict[_Kind, Fanout[Event[Any]]] = {}
         self._remotes: dict[str, _Remote] = {}
         """By the key of the process's instance."""
         self._watch: DisposableBase = Disposable()
@@ -185,18 +196,23 @@ class _Followed:
         changes = self._owner.watch(self._channel)
         self._watch = changes.subscribe(self._on_change, on_error=self._on_watch_error)
 
-    def add(self, observer: ObserverBase[Event[T]], payload_type: type[T]) -> DisposableBase:
-        return self._fanouts.setdefault(payload_type, Fanout()).add(observer)
+    def add(self, observer: ObserverBase[Event[T]], kind: _Kind) -> DisposableBase:
+        return self._fanouts.setdefault(kind, Fanout()).add(observer)
 
     def tidy(self) -> int:
-        """Forget types without subscribers; return the number of subscribers."""
-        self._fanouts = {payload_type: fanout for payload_type, fanout in self._fanouts.items() if fanout}
+        """Forget kinds without subscribers; return the number of subscribers."""
+        self._fanouts = {kind: fanout for kind, fanout in self._fanouts.items() if fanout}
         return len(self)
+
+    def takes(self, publisher_id: int) -> bool:
+        """Return whether a subscriber is there for events of this publisher."""
+        return any(left_out != publisher_id for _, left_out in self._fanouts)
 
     def deliver(self, event: Event[Any]) -> None:
         """Deliver an event with its payload as it is."""
-        for fanout in list(self._fanouts.values()):
-            fanout.push(event)
+        for (_, left_out), fanout in list(self._fanouts.items()):
+            if left_out != event.publisher_id:
+                fanout.push(event)
 
     def close(self) -> None:
         """Complete the subscribers, and read nothing more."""
@@ -263,7 +279,9 @@ class _Followed:
             return
         if sight == "gap":
             self._owner.report(self._channel, event.publisher_id)
-        for payload_type, fanout in list(self._fanouts.items()):
+        for (payload_type, left_out), fanout in list(self._fanouts.items()):
+            if left_out == event.publisher_id:
+                continue
             try:
                 payload = record_reader(payload_type)(event.payload)
             except InvalidArgument as error:

@@ -38,6 +38,7 @@ from .channels import (
     PublisherState,
     channel_key,
 )
+from .incoming import SubscribedChannels
 
 _log = logging.getLogger(__name__)
 
@@ -110,22 +111,21 @@ class ReaderQueue:
 
 
 class PublishedChannels:
-    """See the module. Used in the loop it was opened in. `deliver` is called with each event, for local
-    subscribers, and whether events before it were dropped."""
+    """See the module. Used in the loop it was opened in. `local` has the subscribers of this process."""
 
     def __init__(
         self,
         store: Store,
         scheduler: AnyIOScheduler,
         limits: DirectEventLimits,
-        deliver: Callable[[Channel, Event[Any], bool], None],
+        local: SubscribedChannels,
         wall_ms: Callable[[], int],
         rng: Random,
     ) -> None:
         self.server: Instance | None = None
         """Where this process serves its channels; None before it is open."""
         self._store, self._scheduler, self._limits = store, scheduler, limits
-        self._deliver, self._wall_ms, self._rng = deliver, wall_ms, rng
+        self._local, self._wall_ms, self._rng = local, wall_ms, rng
         self._handle: LoopHandle | None = None
         self._serving: Serving | None = None
         self._publishers: dict[Channel, dict[int, int]] = {}
@@ -184,7 +184,18 @@ class PublishedChannels:
                 for reader in readers:
                     reader.push(frame, publisher_id, sequence)
         finally:
-            self._deliver(channel, event, skipped > 0)
+            self._local.deliver(channel, event, skipped > 0)
+
+    def pass_over(self, channel: Channel, publisher_id: int) -> bool:
+        """Number an event that no subscriber would receive; return False, with nothing done, if one would.
+
+        A process that reads the channel later begins with the next number, and so has missed this one.
+        """
+        if channel in self._readers or self._local.takes(channel, publisher_id):
+            return False
+        if publisher_id in (numbers := self._publishers.get(channel, {})):
+            numbers[publisher_id] += 1
+        return True
 
     async def close(self) -> None:
         """Remove the publishers from the store and end the streams. What fails is logged: it lapses by itself."""
@@ -281,6 +292,12 @@ class _DirectPublisher(Publisher):
                 return
             self._is_scheduled = True
         self._handle.run(self._deliver)
+
+    def publish_if_read(self, make: Callable[[], object]) -> None:
+        with self._lock:
+            is_next = self._handle.is_here and not self._is_scheduled
+        if not (is_next and self._channels.pass_over(self._channel, self.publisher_id)):
+            self.publish(make())
 
     def _deliver(self) -> None:
         with self._lock:

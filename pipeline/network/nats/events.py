@@ -28,6 +28,7 @@ from ..events import (
     Publisher,
     Scope,
     Sequences,
+    all_but,
     decode_event,
     decode_frame,
     encode_event,
@@ -93,12 +94,14 @@ class NatsEventPlane(EventPlane):
         subject = event_subject(scope, topic)
         return _NatsPublisher(self._outbox, subject, topic, self._rng.randint(1, MAX_ID), self._wall_ms)
 
-    def subscribe(self, scope: Scope, topic: str, payload_type: type[T]) -> Observable[Event[T]]:
+    def subscribe(
+        self, scope: Scope, topic: str, payload_type: type[T], *, but: Publisher | None = None
+    ) -> Observable[Event[T]]:
         """See `EventPlane`. Payloads that are not of the type are passed over with a log line.
 
         Raise InvalidArgument if scope and topic are too long for a subject.
         """
-        name = event_subject(scope, topic)
+        name, accepts = event_subject(scope, topic), all_but(but)
 
         def subscribe(observer: ObserverBase[Event[T]], _: Any = None) -> DisposableBase:
             if self._is_closed:
@@ -107,7 +110,7 @@ class NatsEventPlane(EventPlane):
             subject = self._subject(name)
             if not subject.events:
                 self._outbox.changed(name)
-            listening = subject.events.setdefault(payload_type, Fanout()).add(observer)
+            listening = subject.events.setdefault(payload_type, Fanout()).add(observer, accepts=accepts)
             return CompositeDisposable(listening, Disposable(lambda: self._tidy(name)))
 
         return Observable(subscribe)

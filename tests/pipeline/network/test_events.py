@@ -202,3 +202,12 @@ def test_a_malformed_envelope_is_refused(data: bytes) -> None:
 def test_a_malformed_envelope_has_no_identity(data: bytes) -> None:
     with pytest.raises(InvalidMessage):
         decode_identity(data)
+
+
+def test_a_subscriber_may_leave_out_the_events_of_one_publisher() -> None:
+    events, received = plane(), list[Any]()
+    mine, other = (events.publisher(HERE, "load") for _ in range(2))
+    events.subscribe(HERE, "load", object, but=mine).subscribe(received.append)
+    for publisher in (mine, other):
+        publisher.publish_if_read(lambda: "x")
+    assert [(event.publisher_id, event.sequence, event.payload) for event in received] == [(other.publisher_id, 0, "x")]

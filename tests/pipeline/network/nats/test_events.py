@@ -75,6 +75,18 @@ async def test_events_come_to_other_processes_and_to_the_own_one_in_order(world:
         assert received[0] == [Event(publisher.publisher_id, n, 1234, TOPIC, Load(n)) for n in range(500)]
 
 
+async def test_a_subscriber_may_leave_out_its_own_events(world: NatsWorld, here: Scope) -> None:
+    async with world.events() as own:
+        mine, other = (own.publisher(here, TOPIC) for _ in range(2))
+        received: list[Any] = []
+        own.subscribe(here, TOPIC, Load, but=mine).subscribe(received.append)
+        await settled(own)
+        for publisher in (mine, other):
+            publisher.publish_if_read(lambda: Load(1))
+        await eventually(lambda: len(received) == 1)
+        assert received == [Event(other.publisher_id, 0, 1234, TOPIC, Load(1))]
+
+
 async def test_a_subscription_in_the_same_process_misses_nothing_published_after_it(
     world: NatsWorld, here: Scope
 ) -> None:
