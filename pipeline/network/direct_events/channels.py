@@ -77,13 +77,25 @@ class PublisherState:
 
 
 @frozen
+class EventRun:
+    """Events of a publisher that follow each other: an envelope for all of them. The lists have one length."""
+
+    publisher_id: U64
+    sequence: U64
+    """The number of the first."""
+    published_at_ms: list[U64]
+    payloads: list[Any]
+    """Each as bytes of MessagePack."""
+
+
+@frozen
 class EventBatch:
     """An item of a channel's stream. The first one comes at once."""
 
     publishers: list[PublisherState] = skip(factory=list)
-    """How the frames go on: of all publishers in the first item, later of those whose events were dropped."""
-    frames: list[Any] = skip(factory=list)
-    """Events as bytes: framed envelopes."""
+    """How the events go on: of all publishers in the first item, later of those whose events were dropped."""
+    runs: list[EventRun] = skip(factory=list)
+    """Events, in their order."""
 
 
 def channel_prefix(channel: Channel) -> str:

@@ -21,10 +21,10 @@ from pipeline.rx import AnyIOScheduler, CompositeDisposable, Disposable, Disposa
 from pipeline.wire import from_json, record_reader
 
 from ..discovery import Change, Gone, Put, Store
-from ..events import Event, Fanout, Missed, Publisher, Sequences, decode_event, decode_frame
+from ..events import Event, Fanout, Missed, Publisher, Sequences
 from ..names import Instance
 from ..requests import RequestPlane
-from .channels import Channel, ChannelRecord, ChannelRequest, DirectEventLimits, EventBatch, channel_prefix
+from .channels import Channel, ChannelRecord, ChannelRequest, DirectEventLimits, EventBatch, EventRun, channel_prefix
 
 T = TypeVar("T")
 
@@ -263,35 +263,38 @@ class _Followed:
         for state in batch.publishers:
             if remote.sequences.skip_to(state.publisher_id, state.next_sequence):
                 self._owner.report(self._channel, state.publisher_id)
-        for frame in batch.frames:
-            try:
-                if not isinstance(frame, bytes):
-                    raise InvalidMessage("an event is bytes")
-                event = decode_event(decode_frame(frame))
-            except InvalidMessage as error:
-                self._pass_over(remote, error)
-                continue
-            self._take_event(remote, event)
-
-    def _take_event(self, remote: _Remote, event: Event[bytes]) -> None:
-        sight = remote.sequences.take(event.publisher_id, event.sequence)
-        if sight == "repeated":
-            return
-        if sight == "gap":
-            self._owner.report(self._channel, event.publisher_id)
-        for (payload_type, left_out), fanout in list(self._fanouts.items()):
-            if left_out == event.publisher_id:
-                continue
-            try:
-                payload = record_reader(payload_type)(event.payload)
-            except InvalidArgument as error:
-                self._pass_over(remote, error)
-                self._owner.report(self._channel, event.publisher_id)
+        for run in batch.runs:
+            if len(run.payloads) == len(run.published_at_ms):
+                self._take_run(remote, run)
             else:
-                fanout.push(Event(event.publisher_id, event.sequence, event.published_at_ms, event.topic, payload))
+                self._pass_over(remote, run.publisher_id, InvalidMessage("an event has one date"))
 
-    def _pass_over(self, remote: _Remote, error: Exception) -> None:
-        """Log what cannot be read, as a warning only once for each process."""
+    def _take_run(self, remote: _Remote, run: EventRun) -> None:
+        publisher_id, topic = run.publisher_id, self._channel[1]
+        takers = [
+            (record_reader(payload_type), fanout)
+            for (payload_type, left_out), fanout in self._fanouts.items()
+            if left_out != publisher_id
+        ]
+        for sequence, (at_ms, data) in enumerate(zip(run.published_at_ms, run.payloads, strict=True), run.sequence):
+            sight = remote.sequences.take(publisher_id, sequence)
+            if sight == "repeated":
+                continue
+            if sight == "gap":
+                self._owner.report(self._channel, publisher_id)
+            for read, fanout in takers:
+                try:
+                    if not isinstance(data, bytes):
+                        raise InvalidMessage("an event is bytes")
+                    payload = read(data)
+                except (InvalidArgument, InvalidMessage) as error:
+                    self._pass_over(remote, publisher_id, error)
+                else:
+                    fanout.push(Event(publisher_id, sequence, at_ms, topic, payload))
+
+    def _pass_over(self, remote: _Remote, publisher_id: int, error: Exception) -> None:
+        """Report events that cannot be read as missed; log it, as a warning only once for each process."""
+        self._owner.report(self._channel, publisher_id)
         level, remote.has_warned = logging.DEBUG if remote.has_warned else logging.WARNING, True
         _log.log(level, "passing over an event of %s from %s: %s", self._channel[1], remote.server, error)
 

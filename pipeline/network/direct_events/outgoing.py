@@ -25,7 +25,7 @@ from pipeline.rx import AnyIOScheduler
 from pipeline.wire import to_json, to_msgpack
 
 from ..discovery import Store
-from ..events import Event, Publisher, encode_event, encode_frame
+from ..events import Event, Publisher
 from ..names import MAX_ID, Instance
 from ..requests import RequestPlane, Serving
 from .channels import (
@@ -35,6 +35,7 @@ from .channels import (
     ChannelRequest,
     DirectEventLimits,
     EventBatch,
+    EventRun,
     PublisherState,
     channel_key,
 )
@@ -49,8 +50,8 @@ class ReaderQueue:
     def __init__(self, publishers: list[PublisherState], limits: DirectEventLimits) -> None:
         self._limits = limits
         self._first: list[PublisherState] | None = publishers
-        self._events: deque[tuple[bytes, int, int]] = deque()
-        """Each with its publisher and its number."""
+        self._events: deque[tuple[bytes, int, int, int]] = deque()
+        """The payload of each, its publisher, its number and its date in milliseconds."""
         self._dropped: dict[int, int] = {}
         """Of publishers whose events were dropped: the number behind the last of these."""
         self._news, self._gathered, self._clock = Wakeup(), Timer(), clock()
@@ -61,15 +62,15 @@ class ReaderQueue:
     def __len__(self) -> int:
         return len(self._events)
 
-    def push(self, frame: bytes, publisher_id: int, sequence: int) -> None:
+    def push(self, payload: bytes, publisher_id: int, sequence: int, at_ms: int) -> None:
         """Append an event; drop the oldest ones while there are too many."""
         events, limits = self._events, self._limits
-        events.append((frame, publisher_id, sequence))
+        events.append((payload, publisher_id, sequence, at_ms))
         if len(events) >= limits.batch_events:
             self._gathered.wake()
-        self.size_bytes += len(frame)
+        self.size_bytes += len(payload)
         while len(events) > limits.events or (self.size_bytes > limits.size_bytes and len(events) > 1):
-            oldest, dropped_id, number = events.popleft()
+            oldest, dropped_id, number, _ = events.popleft()
             self.size_bytes -= len(oldest)
             self._dropped[dropped_id] = number + 1
         self._news.wake()
@@ -105,9 +106,17 @@ class ReaderQueue:
 
     def _next_batch(self) -> EventBatch:
         events, dropped, self._dropped = self._events, self._dropped, {}
-        frames: list[Any] = [events.popleft()[0] for _ in range(min(len(events), self._limits.batch_events))]
-        self.size_bytes -= sum(map(len, frames))
-        return EventBatch([PublisherState(*state) for state in dropped.items()], frames)
+        runs: list[EventRun] = []
+        run: EventRun | None = None
+        for _ in range(min(len(events), self._limits.batch_events)):
+            payload, publisher_id, sequence, at_ms = events.popleft()
+            self.size_bytes -= len(payload)
+            if run is None or publisher_id != run.publisher_id or sequence != run.sequence + len(run.payloads):
+                run = EventRun(publisher_id, sequence, [], [])
+                runs.append(run)
+            run.published_at_ms.append(at_ms)
+            run.payloads.append(payload)
+        return EventBatch([PublisherState(*state) for state in dropped.items()], runs)
 
 
 class PublishedChannels:
@@ -176,15 +185,16 @@ class PublishedChannels:
             return
         sequence += skipped
         numbers[publisher_id] = sequence + 1
-        event = Event(publisher_id, sequence, self._wall_ms(), channel[1], payload)
+        at_ms = self._wall_ms()
         try:
             if readers := self._readers.get(channel):
-                at_ms, topic = event.published_at_ms, event.topic
-                frame = encode_frame(encode_event(Event(publisher_id, sequence, at_ms, topic, to_msgpack(payload))))
+                data = to_msgpack(payload)
                 for reader in readers:
-                    reader.push(frame, publisher_id, sequence)
+                    reader.push(data, publisher_id, sequence, at_ms)
         finally:
-            self._local.deliver(channel, event, skipped > 0)
+            if self._local.takes(channel, publisher_id):
+                event = Event(publisher_id, sequence, at_ms, channel[1], payload)
+                self._local.deliver(channel, event, skipped > 0)
 
     def pass_over(self, channel: Channel, publisher_id: int) -> bool:
         """Number an event that no subscriber would receive; return False, with nothing done, if one would.

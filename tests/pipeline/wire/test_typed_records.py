@@ -21,7 +21,7 @@ from operators.kv.load.replicas import (
     PrefillLoadHint,
 )
 from pipeline.errors import InvalidArgument
-from pipeline.network.direct_events.channels import EventBatch, PublisherState
+from pipeline.network.direct_events.channels import EventBatch, EventRun, PublisherState
 from pipeline.protocols import PreprocessedRequest
 from pipeline.protocols.field_rules import U32, U64, null, skip
 from pipeline.protocols.kv import (
@@ -58,9 +58,8 @@ steps = (
     | st.just(Free())
 )
 bookings = st.builds(ActiveSequenceEvent, st.text(), st.builds(WorkerRank, u64, u32), steps, u64, st.none() | st.text())
-batches = st.builds(
-    EventBatch, st.lists(st.builds(PublisherState, u64, u64), max_size=3), st.lists(st.binary(), max_size=3)
-)
+runs = st.builds(EventRun, u64, u64, st.lists(u64, max_size=3), st.lists(st.binary(), max_size=3))
+batches = st.builds(EventBatch, st.lists(st.builds(PublisherState, u64, u64), max_size=3), st.lists(runs, max_size=2))
 loads = st.builds(ActiveLoad, u64, u32, st.none() | u64)
 records = router_events | bookings | batches | loads
 
@@ -125,7 +124,7 @@ def test_the_events_of_routers_are_read_by_structs(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(typed_records, "_readers", {})
     stored = RouterEvent(1, KvEvent(1, KvStored(None, [StoredBlock(2, 3)], 0)))
     booked = ActiveSequenceEvent("a", WorkerRank(1, 0), AddRequest([1], prefill_load_hint=PrefillLoadHint(3)), 7)
-    for record in (stored, booked, EventBatch([PublisherState(1, 2)], [b"a"]), ActiveLoad(1)):
+    for record in (stored, booked, EventBatch([PublisherState(1, 2)], [EventRun(1, 2, [3], [b"a"])]), ActiveLoad(1)):
         assert record_reader(type(record))(to_msgpack(record)) == record
 
 

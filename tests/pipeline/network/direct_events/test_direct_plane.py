@@ -24,12 +24,12 @@ from pipeline.network.direct_events.channels import (
     ChannelRecord,
     ChannelRequest,
     EventBatch,
+    EventRun,
     PublisherState,
     channel_key,
     channel_prefix,
 )
 from pipeline.network.discovery import Written
-from pipeline.network.events import encode_event, encode_frame
 from pipeline.network.names import Instance, matches_prefix
 from pipeline.protocols.field_rules import U64
 from pipeline.wire import from_msgpack, to_json, to_msgpack
@@ -582,16 +582,15 @@ class Strange:
         await process.store.create(channel_key((HERE, TOPIC), publisher_id), to_json(record))
 
 
-def frame(sequence: int, payload: Any = None, publisher_id: int = 7) -> bytes:
-    """An event as it is sent."""
-    data = to_msgpack(Load(sequence) if payload is None else payload)
-    return encode_frame(encode_event(Event(publisher_id, sequence, 0, TOPIC, data)))
+def run(sequence: int, *payloads: Any) -> EventRun:
+    """Events as they are sent; by default one, with its number as its load."""
+    return EventRun(7, sequence, [0] * max(1, len(payloads)), list(payloads) or [to_msgpack(Load(sequence))])
 
 
 async def test_repeated_and_reordered_events_are_dropped_and_lost_ones_reported() -> None:
     async with processes(2) as (_, (here, there)):
-        frames = [frame(number) for number in (0, 1, 1, 4, 2, 3, 5, 0)]
-        await Strange([EventBatch([PublisherState(7, 0)]), EventBatch(frames=frames)]).serve(here)
+        runs = [run(number) for number in (0, 1, 1, 4, 2, 3, 5, 0)]
+        await Strange([EventBatch([PublisherState(7, 0)]), EventBatch(runs=runs)]).serve(here)
         received = record(there)
         await anyio.sleep(1)
         assert blocks(received) == [0, 1, 4, 5]
@@ -599,20 +598,25 @@ async def test_repeated_and_reordered_events_are_dropped_and_lost_ones_reported(
         assert losses(received) == [7]
 
 
-BAD_FRAMES: list[Any] = [b"", b"\xff\x00", b"\x02\0\0\0\0", encode_frame(b"\xc1"), 5, None, "text", [b"x"]]
+BAD: list[Any] = [b"", b"\xff\x00", b"\x02\0\0\0\0", b"\xc1", 5, None, "text", [b"x"], to_msgpack({"blocks": "many"})]
 
 
 async def test_malformed_events_are_passed_over_and_those_behind_them_arrive(caplog: pytest.LogCaptureFixture) -> None:
     async with processes(2) as (_, (here, there)):
-        frames = [frame(0), *BAD_FRAMES, frame(1, payload={"blocks": "many"}), frame(2)]
-        await Strange([EventBatch([PublisherState(7, 0)]), EventBatch(frames=frames)]).serve(here)
+        good = [to_msgpack(Load(number)) for number in (0, 10, 12)]
+        uneven = EventRun(7, 11, [0, 0], [to_msgpack(Load(11))])
+        runs = [run(0, good[0], *BAD, good[1]), uneven, run(12, good[2])]
+        await Strange([EventBatch([PublisherState(7, 0)]), EventBatch(runs=runs)]).serve(here)
         received = record(there)
         await anyio.sleep(1)
-        assert (blocks(received), losses(received)) == ([0, 2], [7])
+        assert blocks(received) == [0, 10, 12]
+        assert losses(received) == [7] * (len(BAD) + 2), "what was uneven is reported, and is a gap"
     assert [record.levelname for record in caplog.records if "passing over" in record.getMessage()] == ["WARNING"]
 
 
-@pytest.mark.parametrize("batch", [5, {"frames": 5}, {"publishers": [{"publisher_id": -1}]}, b"x", None])
+@pytest.mark.parametrize(
+    "batch", [5, {"runs": 5}, {"runs": [{"publisher_id": 7}]}, {"publishers": [{"publisher_id": -1}]}, b"x", None]
+)
 async def test_a_malformed_batch_breaks_its_own_stream_only(batch: Any) -> None:
     async with processes(2) as (_, (here, there)):
         await Strange([batch]).serve(here)
@@ -702,9 +706,14 @@ def test_the_keys_of_a_channel_are_below_its_prefix_and_below_no_other(one: Any,
     )
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))), st.lists(st.binary()))
-def test_the_messages_of_a_stream_survive_their_bytes(states: list[tuple[int, int]], frames: list[bytes]) -> None:
-    batch = EventBatch([PublisherState(*state) for state in states], frames)
+U64S = st.integers(0, 2**64 - 1)
+
+
+@given(
+    st.lists(st.tuples(U64S, U64S)), st.lists(st.builds(EventRun, U64S, U64S, st.lists(U64S), st.lists(st.binary())))
+)
+def test_the_messages_of_a_stream_survive_their_bytes(states: list[tuple[int, int]], runs: list[EventRun]) -> None:
+    batch = EventBatch([PublisherState(*state) for state in states], runs)
     assert from_msgpack(to_msgpack(batch), EventBatch) == batch
     request = ChannelRequest(HERE, TOPIC)
     assert from_msgpack(to_msgpack(request), ChannelRequest) == request

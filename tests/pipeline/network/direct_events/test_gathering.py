@@ -32,13 +32,14 @@ class Reading:
 
     def push(self, count: int = 1) -> None:
         for _ in range(count):
-            self.queue.push(str(self._sequence).encode(), 7, self._sequence)
+            self.queue.push(str(self._sequence).encode(), 7, self._sequence, 0)
             self._sequence += 1
 
     async def read(self) -> None:
         async for batch in self.queue.batches(self.request):
-            if batch.frames:
-                self.items.append((round(anyio.current_time() - self._begun_s, 6), batch.frames))
+            if batch.runs:
+                (run,) = batch.runs
+                self.items.append((round(anyio.current_time() - self._begun_s, 6), run.payloads))
         self.has_ended = True
 
 
