@@ -189,6 +189,7 @@ class Control:
             if self._watchers is not None:
                 with suppress(ValueError):  # it was due
                     self._watchers.remove(watcher)
+                    watcher.let_go()
 
     async def _reached(self, level: State) -> None:
         if self.state >= level:
@@ -220,9 +221,16 @@ class _Watcher(LoopHandle):
     def notify(self) -> None:
         self.run(self._callback)
 
+    def let_go(self) -> None:
+        """Drop the callback, so that what keeps this object and is the callback's owner is no circle."""
+        self._callback = _nothing
+
     def __call__(self) -> None:
         if (control := self._control()) is not None:
             control._forget(self)
+
+
+def _nothing() -> None: ...
 
 
 def _call_back(changed: list[Control]) -> None:

@@ -219,6 +219,25 @@ async def test_a_watched_control_is_freed_with_its_last_user_and_needs_no_collec
     forget()  # there is nothing to forget any more
 
 
+async def test_what_keeps_both_its_control_and_what_takes_its_callback_back_needs_no_collection_either() -> None:
+    class Watching:
+        def __init__(self) -> None:
+            self.control = Control()
+            self.forget = self.control.on_stop(self.stopped)
+
+        def stopped(self) -> None: ...
+
+    watching = Watching()
+    gone = ref(watching)
+    gc.disable()
+    try:
+        watching.forget()
+        del watching
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 async def test_what_takes_a_callback_back_takes_only_that_one_and_may_come_late() -> None:
     control, called = Control(), list[int]()
     takes_back = [control.on_stop(partial(called.append, number)) for number in range(3)]
