@@ -113,7 +113,7 @@ DOORS = {
         "serving/openai/form.py",
     },
     "nats": {f"pipeline/network/nats/broker_{name}.py" for name in ("messages", "session", "streams")},
-    "numpy": {"engines/mocker/timing.py"},
+    "numpy": {"engines/mocker/timing.py", "serving/replay/arithmetic.py"},
     "opentelemetry": {
         *(
             "pipeline/telemetry/tracing.py",

@@ -8,7 +8,7 @@ The graph is any engine of requests in tokens. Time is the loop's, real or virtu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import anyio
 from attrs import define, field
@@ -21,7 +21,7 @@ from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedReques
 from pipeline.protocols.openai import AgentHints
 
 from .observe import SampleTracker, WorkerNumber
-from .samples import NANOSECOND_DIGITS, RequestSample, Samples, Status, rounded, to_nanosecond
+from .samples import RequestSample, Samples, Status, to_nanosecond
 from .schedule import DueRequest, Schedule
 from .traces import Trace
 
@@ -113,11 +113,6 @@ class LoadDriver:
         """Return the same, rounded to the nanosecond as in reports; requests are sent at the exact time."""
         return to_nanosecond(self.now_ms())
 
-    def _to_samples_ms(self, times_s: Iterable[float]) -> list[float]:
-        """Return times of the loop's clock as `sample_ms` returns now; without a call for each token."""
-        began_s = self._began_s
-        return rounded([(time_s - began_s) * 1000.0 for time_s in times_s], NANOSECOND_DIGITS)
-
     async def _until_next(self) -> None:
         """Wait until a request is due, or one has ended, which may make another due."""
         next_ms = self.schedule.next_due_ms()
@@ -139,7 +134,7 @@ class LoadDriver:
             turn_index=due.turn_index,
         )
         request = request_of(due, is_packed=self.is_packed)
-        request.payload.tracker = tracker = SampleTracker.of(sample, self.sample_ms, self.number_of)
+        request.payload.tracker = tracker = SampleTracker.of(sample, self._clock, self.sample_ms, self.number_of)
         status = Status.FAILED
         answer: list[int] = []
         try:
@@ -167,7 +162,7 @@ class LoadDriver:
     ) -> tuple[list[int], Status]:
         """Return the tokens of the answer and its status, read to its end. Raise the error it ends with."""
         tokens: list[int] = []
-        status, sample_ms = Status.COMPLETED, self.sample_ms
+        status, sample_ms, since_ms = Status.COMPLETED, self.sample_ms, self.samples.arithmetic.since_ms
         async with await self.graph.generate(request) as stream:
             async for item in stream:
                 if item.event is not None and (error := item.extract_error()) is not None:
@@ -178,7 +173,7 @@ class LoadDriver:
                     if not tokens:
                         tracker.record_token()
                     if isinstance(data, TimedOutput):
-                        sample.tokens_at(self._to_samples_ms(data.token_times_s))
+                        sample.tokens_at(since_ms(data.token_times_s, self._began_s))
                     else:
                         sample.tokens(sample_ms(), len(data.token_ids))
                     tokens += data.token_ids

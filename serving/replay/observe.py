@@ -32,9 +32,11 @@ class SampleTracker(RequestTracker):
     """Times that came with the answer."""
 
     @classmethod
-    def of(cls, sample: RequestSample, now_ms: Callable[[], float], number_of: WorkerNumber) -> SampleTracker:
+    def of(
+        cls, sample: RequestSample, clock: Callable[[], float], now_ms: Callable[[], float], number_of: WorkerNumber
+    ) -> SampleTracker:
         """Return the tracker of a request that is sent now. It has no wall time: a replay has only its own."""
-        return cls(anyio.current_time, lambda: 0, _one_permit, sample=sample, now_ms=now_ms, number_of=number_of)
+        return cls(clock, _no_wall_ms, _one_permit, sample=sample, now_ms=now_ms, number_of=number_of)
 
     def record_worker(self, worker_id: int, dp_rank: int | None = None, worker_type: str | None = None) -> None:
         """Record a worker the first time it is reported; one for both phases counts as decode."""
@@ -90,6 +92,10 @@ class SampleTracker(RequestTracker):
 
 def _to_ns(duration_ms: float | None) -> float | None:
     return None if duration_ms is None else to_nanosecond(duration_ms)
+
+
+def _no_wall_ms() -> int:
+    return 0
 
 
 def _one_permit() -> anyio.Semaphore:

@@ -17,6 +17,7 @@ from engines.mocker import Horizon
 from pipeline.loop import Timer
 
 from ..deployment import GraphConfig, HostOptions, acts_on_tokens, hosted_graph
+from .arithmetic import Arithmetic
 from .driver import LoadDriver, TokenGraph, recorded_outputs
 from .faults import Fault, RollingRestart, plan_faults
 from .observe import FleetRecorder, WorkerNumber
@@ -55,7 +56,7 @@ async def run(
     Raise InvalidArgument for an invalid load, and the first error of the graph that is not a PenstockError.
     """
     schedule = Schedule.of(trace, speed_up=speed_up, sessions_at_a_time=sessions_at_a_time)
-    samples = Samples(interval_ms)
+    samples = Samples(interval_ms, Arithmetic.of(trace.output_tokens))
     report_one = (lambda sample: None) if on_request is None else (lambda sample: on_request(request_report(sample)))
     async with graph() as opened:
         driver = LoadDriver(
@@ -92,7 +93,7 @@ async def run_config(
     """
     script = plan_faults(faults, workers=config.workers, prefill_workers=config.prefill_workers)
     schedule = Schedule.of(trace, speed_up=speed_up, sessions_at_a_time=sessions_at_a_time)
-    samples = Samples(interval_ms)
+    samples = Samples(interval_ms, Arithmetic.of(trace.output_tokens))
     environment = environment or {}
     horizon = None if step_by_step or acts_on_tokens(config, environment) else Horizon()
     hosting = HostOptions(environment, recorded=recorded_outputs(trace), horizon=horizon, is_closed=True)

@@ -16,22 +16,19 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from math import inf
-from operator import sub
 from typing import Literal, TypeAlias
 
 from attrs import define, field
 
 from pipeline import InvalidArgument
 
+from .arithmetic import NANOSECOND_DIGITS, PICOSECOND_DIGITS, Arithmetic
+
 INTERVAL_MS = 10_000.0
 """Interval of the series, by default."""
-
-NANOSECOND_DIGITS = 6
-"""Decimals of a time in milliseconds that is exact to the nanosecond."""
-_PICOSECOND_DIGITS = 9
 
 Role: TypeAlias = Literal["prefill", "decode"]
 """The role of a worker; one for both phases counts as decode."""
@@ -47,30 +44,6 @@ class Status(StrEnum):
     UNFINISHED = "unfinished"
 
 
-_TO_INTEGER = 1.5 * 2**52
-"""Added to a double below 2^51 and subtracted again, it leaves the nearest integer."""
-_EXACT_BELOW = 2.0**46
-"""Below it a product of doubles is wrong by less than a hundredth."""
-
-
-def rounded(values: Sequence[float], digits: int) -> list[float]:
-    """Return `round(value, digits)` of each, to the last bit, in a third of the time.
-
-    The product with a power of ten names the wrong integer only where its fraction is close to a half; these few, and
-    all of a list with a negative or huge one, are left to `round`.
-    """
-    scale = 10.0**digits
-    if not values or min(values) < 0 or not max(values) * scale < _EXACT_BELOW:
-        return [round(value, digits) for value in values]
-    shift = _TO_INTEGER
-    return [
-        whole / scale
-        if -0.49 < (product := value * scale) - (whole := product + shift - shift) < 0.49
-        else round(value, digits)
-        for value in values
-    ]
-
-
 def to_nanosecond(time_ms: float) -> float:
     """Return a time without the rounding error of subtracting clock values: 49.0, not 48.99999999997817."""
     return round(time_ms, NANOSECOND_DIGITS)
@@ -78,7 +51,7 @@ def to_nanosecond(time_ms: float) -> float:
 
 def elapsed_ms(begin_ms: float, end_ms: float) -> float:
     """Return the time between two times, without rounding error below a picosecond."""
-    return round(end_ms - begin_ms, _PICOSECOND_DIGITS)
+    return round(end_ms - begin_ms, PICOSECOND_DIGITS)
 
 
 def interval_of(time_ms: float, interval_ms: float) -> int:
@@ -88,10 +61,12 @@ def interval_of(time_ms: float, interval_ms: float) -> int:
 
 def count_sorted(times_ms: Sequence[float], interval_ms: float) -> dict[int, int]:
     """Return how many of the times, which are in order, are in each interval; many of one interval cost little."""
-    counts, at = {}, 0
-    while at < len(times_ms):
-        interval = interval_of(times_ms[at], interval_ms)
-        end = bisect_left(times_ms, interval + 1, at, key=lambda time_ms: interval_of(time_ms, interval_ms))
+    counts, at, over = {}, 0, len(times_ms)
+    last = interval_of(times_ms[-1], interval_ms) if times_ms else 0
+    while at < over:
+        interval, end = interval_of(times_ms[at], interval_ms), over
+        if interval != last:
+            end = bisect_left(times_ms, interval + 1, at, key=lambda time_ms: interval_of(time_ms, interval_ms))
         counts[interval], at = end - at, end
     return counts
 
@@ -149,7 +124,7 @@ class RequestSample:
         elif count > 1:
             self._times.extend((now_ms,) * count)
 
-    def tokens_at(self, times_ms: Iterable[float]) -> None:
+    def tokens_at(self, times_ms: Sequence[float]) -> None:
         """Record one token at each of these times, which are in order."""
         self._times.extend(times_ms)
 
@@ -235,6 +210,7 @@ class Samples:
 
     interval_ms: float = INTERVAL_MS
     """Of the series."""
+    arithmetic: Arithmetic = field(factory=Arithmetic, repr=False)
     requests: list[RequestSample] = field(factory=list)
     workers: dict[tuple[Role, int], WorkerSample] = field(factory=dict)
     gaps_ms: array[float] = field(factory=lambda: array("d"), repr=False)
@@ -270,8 +246,7 @@ class Samples:
         times = sample.close(now_ms, status)
         self.tokens_by_interval.update(count_sorted(times, self.interval_ms))
         if status is Status.COMPLETED:
-            # `elapsed_ms` of each two, without a call for each token.
-            self.gaps_ms.extend(rounded(list(map(sub, times[1:], times)), _PICOSECOND_DIGITS))
+            self.gaps_ms.extend(self.arithmetic.gaps_ms(times))
 
     def worker_joined(self, worker: int, now_ms: float, role: Role = "decode") -> None:
         """Record that a worker joined, for the first time or again; without effect on one that is there."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, repeat
+from collections.abc import Callable, Sequence
 from math import floor, fsum, sqrt
-from operator import mul, truediv
 
 from attrs import field, frozen
 
+from ..arithmetic import Arithmetic
+
 STATISTICS = ("mean", "min", "max", "median", "p75", "p90", "p95", "p99", "std")
 """The statistics in the order of a report."""
-_AT_ONCE = 4096
 _PERCENTS = {"min": 0, "median": 50, "p75": 75, "p90": 90, "p95": 95, "p99": 99, "max": 100}
 
 
@@ -37,28 +36,20 @@ class Distribution:
     def of(cls, samples: Sequence[float]) -> Distribution:
         """Return the statistics of samples in any order: sums are exact before they are rounded."""
         ordered = sorted(samples)
-        return cls._of(samples, len(ordered), ordered.__getitem__)
+        return cls._of(samples, len(ordered), ordered.__getitem__, Arithmetic())
 
     @classmethod
-    def _of(cls, samples: Sequence[float], count: int, at: Callable[[int], float]) -> Distribution:
+    def _of(
+        cls, samples: Sequence[float], count: int, at: Callable[[int], float], arithmetic: Arithmetic
+    ) -> Distribution:
         """`at` returns the samples in order. Sums iterate over `samples`, whose array is contiguous in memory."""
         if not count:
             return cls()
         mean = fsum(samples) / count
-        spread = fsum(_squares(samples, mean))
+        spread = fsum(arithmetic.squares(samples, mean))
         parts = {name: at(rank(count, percent)) for name, percent in _PERCENTS.items()}
         percentiles = [at(rank(count, percent)) for percent in range(101)]
         return cls(samples=count, mean=mean, **parts, std=sqrt(spread / count), percentiles=percentiles)
-
-
-def _squares(samples: Sequence[float], mean: float) -> Iterable[float]:
-    """Return the squared distance of each from the mean, made many at once."""
-
-    def squares(start: int) -> Iterable[float]:
-        distances = [sample - mean for sample in samples[start : start + _AT_ONCE]]
-        return map(mul, distances, distances)
-
-    return chain.from_iterable(map(squares, range(0, len(samples), _AT_ONCE)))
 
 
 def rank(count: int, percent: float) -> int:
@@ -66,15 +57,15 @@ def rank(count: int, percent: float) -> int:
     return min(count - 1, floor((count - 1) * percent / 100 + 0.5))
 
 
-def gaps_and_rates(gaps_ms: array[float]) -> tuple[Distribution, Distribution]:
+def gaps_and_rates(gaps_ms: array[float], arithmetic: Arithmetic) -> tuple[Distribution, Distribution]:
     """Return the statistics of gaps, and of rates in tokens a second: a sample for each gap that is not 0.
 
     A rate falls as its gap grows, so both need one sort.
     """
-    ordered = sorted(gaps_ms)
+    ordered = arithmetic.ordered(gaps_ms)
     positive = gaps_ms if ordered and ordered[0] > 0 else array("d", (gap for gap in gaps_ms if gap > 0))
-    rates = array("d", map(truediv, repeat(1000.0), positive))
+    rates = arithmetic.rates(positive)
     return (
-        Distribution._of(gaps_ms, len(ordered), ordered.__getitem__),
-        Distribution._of(rates, len(rates), lambda index: 1000.0 / ordered[-1 - index]),
+        Distribution._of(gaps_ms, len(ordered), ordered.__getitem__, arithmetic),
+        Distribution._of(rates, len(rates), lambda index: 1000.0 / ordered[-1 - index], arithmetic),
     )

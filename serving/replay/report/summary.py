@@ -69,7 +69,7 @@ def make_report(
     requests = samples.requests
     done = [sample for sample in requests if sample.status is Status.COMPLETED]
     end_ms = max((sample.end_ms for sample in requests if sample.end_ms is not None), default=0.0)
-    itl, rates = gaps_and_rates(samples.gaps_ms)
+    itl, rates = gaps_and_rates(samples.gaps_ms, samples.arithmetic)
     workers = _worker_reports(samples, end_ms)
     gpus = gpus_per_worker, gpus_per_worker if gpus_per_prefill_worker is None else gpus_per_prefill_worker
     return Report(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipeline import InvalidArgument
 from serving.replay import Limits, Report, Samples, make_report
 from serving.replay.report import Balance
-from serving.replay.samples import RequestSample, Status, rounded
+from serving.replay.samples import RequestSample, Status
 
 
 def request(
@@ -31,16 +31,6 @@ def request(
         setattr(sample, name, value)
     samples.ended(sample, (token_times or (arrival,))[-1] if end is None else end, status)
     return sample
-
-
-@given(st.lists(st.floats(0, 1e9) | st.integers(0, 10**13).map(lambda n: (n + 0.5) / 1e6)), st.sampled_from([6, 9]))
-def test_many_values_are_rounded_as_each_alone(values: list[float], digits: int) -> None:
-    assert rounded(values, digits) == [round(value, digits) for value in values]
-
-
-@pytest.mark.parametrize("odd", [-1e-9, -0.5, 1e300, 2.0**52 + 0.5, float("inf")])
-def test_values_beyond_exact_arithmetic_are_rounded_too(odd: float) -> None:
-    assert list(map(repr, rounded([0.1234565, odd], 6))) == [repr(round(value, 6)) for value in (0.1234565, odd)]
 
 
 def test_latencies_count_from_the_arrival_and_between_tokens() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serving.replay.arithmetic import Arithmetic
 from serving.replay.report import Distribution, gaps_and_rates, rank
 
 SAMPLES = st.lists(st.floats(0, 1e9), min_size=1, max_size=60)
@@ -45,7 +46,7 @@ def test_the_deviation_is_that_of_the_population() -> None:
 
 def test_of_nothing_all_is_0() -> None:
     assert Distribution.of([]) == Distribution()
-    assert gaps_and_rates(array("d")) == (Distribution(), Distribution())
+    assert gaps_and_rates(array("d"), Arithmetic()) == (Distribution(), Distribution())
 
 
 @given(SAMPLES, st.randoms(use_true_random=False))
@@ -74,5 +75,5 @@ def test_figures_are_those_of_the_textbook(samples: list[float]) -> None:
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0, 20.0, 400.0]), max_size=40))
 def test_gaps_and_rates_are_each_figures_of_their_own(gaps: list[float]) -> None:
     """There is a rate 1000 / gap for each gap that is not zero."""
-    both = gaps_and_rates(array("d", gaps))
+    both = gaps_and_rates(array("d", gaps), Arithmetic())
     assert both == (Distribution.of(gaps), Distribution.of([1000 / gap for gap in gaps if gap]))
