@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from itertools import accumulate, repeat
 from math import inf
-from operator import sub, truediv
+from operator import truediv
 from typing import Protocol
 
 from attrs import define, field
@@ -33,7 +33,7 @@ from .scheduling import Sequence
 LEAST_STEPS = 2
 """Fewer are not worth a stretch."""
 
-_LEAST_STEP_S = 1e-7
+_LEAST_STEP_MS = 2e-4
 """Shorter steps are taken one by one: they could end in the same moment."""
 
 _MARGIN_S = 1e-6
@@ -91,9 +91,10 @@ class Horizon:
 class Stretch:
     """The steps that a rank has run ahead, from their beginning until they end or are cut."""
 
-    __slots__ = ("begin_s", "done", "end_s", "is_cut", "is_in_step", "sequences", "times_s")
+    __slots__ = ("begin_s", "done", "end_s", "is_cut", "is_in_step", "is_spread", "sequences", "times_s")
 
     def __init__(self, sequences: Items[Sequence], begin_s: float, durations_ms: Iterable[float], until_s: float):
+        durations_ms = list(durations_ms)
         times_s = array("d", accumulate(map(truediv, durations_ms, repeat(1000)), initial=begin_s))
         del times_s[0]
         del times_s[bisect_left(times_s, until_s) :]
@@ -108,16 +109,11 @@ class Stretch:
         self.is_cut = False
         self.is_in_step = False
         """Whether a step ran when the stretch was cut, whose output is still to come."""
+        self.is_spread = min(durations_ms, default=0.0) > _LEAST_STEP_MS
+        """Whether no two steps end in the same moment."""
 
     def __len__(self) -> int:
         return len(self.times_s)
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether no two steps end in the same moment."""
-        ends_s = self.times_s
-        shortest_s: float = min(map(sub, ends_s, (self.begin_s, *ends_s)))
-        return shortest_s > _LEAST_STEP_S
 
     @property
     def settles_since_s(self) -> float | None:

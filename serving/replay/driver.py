@@ -16,7 +16,7 @@ from attrs import define, field
 from engines.mocker import RecordedOutputs, TimedOutput
 from pipeline import Annotated, AsyncEngine, Cancelled, Context, InvalidArgument, PenstockError
 from pipeline.errors import BackendUnknown, Refused
-from pipeline.loop import clock
+from pipeline.loop import Timer, clock
 from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest, RoutingHints, StopConditions
 from pipeline.protocols.openai import AgentHints
 
@@ -83,7 +83,10 @@ class LoadDriver:
     _clock: Callable[[], float] = field(default=anyio.current_time, init=False)
     _began_s: float = field(default=0.0, init=False)
     _ended: int = field(default=0, init=False)
-    _has_ended: anyio.Event = field(factory=anyio.Event, init=False)
+    _timer: Timer = field(factory=Timer, init=False)
+    """Ends the wait for the next request that is due."""
+    _awaited_ms: float | None = field(default=None, init=False)
+    """When that is; None: not known."""
     _failure: Exception | None = field(default=None, init=False)
     """The first error that is not a PenstockError."""
 
@@ -114,14 +117,15 @@ class LoadDriver:
         return to_nanosecond(self.now_ms())
 
     async def _until_next(self) -> None:
-        """Wait until a request is due, or one has ended, which may make another due."""
-        next_ms = self.schedule.next_due_ms()
-        deadline_s = float("inf") if next_ms is None else self._began_s + next_ms / 1000.0
+        """Wait until a request is due, or one has ended that has made another due, or was the last."""
         if self.schedule.finished:
             return
-        self._has_ended = anyio.Event()
-        with anyio.CancelScope(deadline=deadline_s):
-            await self._has_ended.wait()
+        self._awaited_ms = self.schedule.next_due_ms()
+        self._timer = timer = Timer()  # a new one: among timers of one time it is the last
+        if self._awaited_ms is None:
+            await timer.wait()
+        else:
+            await timer.wait_until(self._began_s + self._awaited_ms / 1000.0)
 
     async def _one(self, due: DueRequest) -> None:
         turn = due.turn
@@ -153,7 +157,8 @@ class LoadDriver:
             goes_on = status in (Status.COMPLETED, Status.REJECTED)
             self.schedule.ended(due, now_ms, output_token_ids=answer, goes_on=goes_on)
             self._ended += 1
-            self._has_ended.set()
+            if self.schedule.finished or self._failure or self.schedule.next_due_ms() != self._awaited_ms:
+                self._timer.wake()
             self.on_progress(self._ended)
             self.on_request(sample)
 
