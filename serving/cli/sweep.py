@@ -74,7 +74,7 @@ def sweep(
                 echo(f"Error: {result.run.name}: {result.problem}", err=True)
 
         def on_plan(plan: Any) -> None:
-            if plan.cpu_s is not None:
+            if plan.wall_s is not None:
                 echo(plan.text, err=True)
 
         try:

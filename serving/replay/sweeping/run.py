@@ -125,12 +125,13 @@ def sweep(
     shared = trace, partial(run_config, faults=script, per_request=per_request, **how)
     collector = _Collector(None if folder is None else ReportsFolder(folder), on_progress, on_result)
     missing = collector.missing = [task for task in tasks if not collector.find(task, per_request)]
-    jobs = jobs or cores()
-    if on_plan is not None and missing:
-        on_plan(_plan(missing, shared, jobs))
-    if min(jobs, len(missing)) > 1:
+    jobs = min(jobs or cores(), len(missing))
+    if jobs > 1:
         # The longest first: all processes end at about the same time.
         missing.sort(key=lambda task: relative_cost(task.run, _load(task.run, trace)), reverse=True)
+    if on_plan is not None and missing:
+        on_plan(_plan(missing, shared, jobs))
+    if jobs > 1:
         run_in_processes(_replay, shared, missing, jobs, collector.progress, collector.ended)
     else:
         for place, task in enumerate(missing):
@@ -203,8 +204,8 @@ def _plan(tasks: Sequence[_Task], shared: _Shared, jobs: int) -> SweepPlan:
         drive = {"speed_up": run.speed_up, "sessions_at_a_time": run.concurrency}
         run_in_virtual_time(partial(replay, run.config, head, **drive), backend="asyncio")
 
-    cpu_s = estimate_cpu_s([(task.run, _load(task.run, trace)) for task in tasks], replay_head)
-    return SweepPlan(len(tasks), sum(task.requests for task in tasks), min(jobs, len(tasks)), cpu_s)
+    runs_s = estimate_cpu_s([(task.run, _load(task.run, trace)) for task in tasks], replay_head)
+    return SweepPlan.of(sum(task.requests for task in tasks), jobs, len(tasks), runs_s)
 
 
 def _replay(

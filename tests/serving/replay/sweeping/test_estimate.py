@@ -11,6 +11,10 @@ from serving.replay import SweepRun, SyntheticLoad, Trace, sweep, sweep_runs
 from serving.replay.sweeping import estimate
 from serving.replay.sweeping.estimate import SweepPlan, estimate_cpu_s
 
+LATER = 1.2
+"""How much longer later requests take."""
+START_S = 1.5
+"""Until the processes have begun."""
 LOAD = SyntheticLoad(input_tokens=40, output_tokens=2, request_count=400, arrival_interval_ms=1).make()
 RUNS = sweep_runs(GraphConfig(engine="mocker"), {"router": ["random", "p2c"], "workers": [1, 2, 3]})
 
@@ -31,8 +35,8 @@ def test_each_router_is_tried_once_and_its_runs_take_as_long_by_their_load(spent
         tried.append((run.config.router, head.requests))
         spent[0] += 1.0 + head.requests * (0.01 if run.config.router == "random" else 0.02)
 
-    cpu_s = estimate_cpu_s([(run, LOAD) for run in RUNS], replay)
-    assert cpu_s == pytest.approx(3 * 400 * 0.01 + 3 * 400 * 0.02)
+    runs_s = estimate_cpu_s([(run, LOAD) for run in RUNS], replay)
+    assert runs_s == pytest.approx([400 * LATER * (0.01 if run.config.router == "random" else 0.02) for run in RUNS])
     assert sorted(tried) == [("p2c", 50), ("p2c", 250), ("random", 50), ("random", 250)]
 
 
@@ -62,13 +66,20 @@ def test_the_plan_comes_before_the_first_run(monkeypatch: pytest.MonkeyPatch) ->
     assert plan.cpu_s >= 0
 
 
+def test_a_sweep_lasts_until_its_last_run_has_ended() -> None:
+    plan = SweepPlan.of(500, 2, 5, [40.0, 40.0, 40.0, 20.0, 20.0])
+    assert (plan.runs, plan.requests, plan.jobs, plan.cpu_s) == (5, 500, 2, 160.0)
+    assert plan.wall_s == 80.0 + START_S
+    assert SweepPlan.of(500, 1, 2, [40.0, 20.0]).wall_s == 60.0
+
+
 @pytest.mark.parametrize(
-    ("cpu_s", "text"),
+    ("wall_s", "text"),
     [
         (None, "8 runs of 96,248 requests in all, 2 at a time"),
-        (90.0, "8 runs of 96,248 requests in all, 2 at a time: about 45 s"),
-        (600.0, "8 runs of 96,248 requests in all, 2 at a time: about 5 min"),
+        (45.0, "8 runs of 96,248 requests in all, 2 at a time: about 45 s"),
+        (300.0, "8 runs of 96,248 requests in all, 2 at a time: about 5 min"),
     ],
 )
-def test_the_plan_is_one_line(cpu_s: float | None, text: str) -> None:
-    assert SweepPlan(8, 96_248, 2, cpu_s).text == text
+def test_the_plan_is_one_line(wall_s: float | None, text: str) -> None:
+    assert SweepPlan(8, 96_248, 2, wall_s, wall_s).text == text
