@@ -26,7 +26,7 @@ from .listeners import listen as listen
 from .listeners import url_of as url_of
 from .open_files import OpenFiles
 from .problems import Problem
-from .socket import AppHost, Connection, Connections, OneByOne, PortShares
+from .socket import AppHost, Connection, Connections, PortShares, SharedListener
 
 _uvicorn_log = logging.getLogger("uvicorn.error")
 
@@ -201,7 +201,7 @@ class _Uvicorn(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self.servers = []
-        self._taking: list[OneByOne] = []
+        self._taking: list[SharedListener] = []
         self._is_shared, self._shares = is_shared, shares
         self._open_files = open_files
         self._tls = tls
@@ -212,7 +212,7 @@ class _Uvicorn(uvicorn.Server):
         loop = asyncio.get_running_loop()
         if self._is_shared:
             taking = [
-                OneByOne(each, self._connection, count=self._count, shares=self._shares) for each in sockets or ()
+                SharedListener(each, self._connection, count=self._count, shares=self._shares) for each in sockets or ()
             ]
             self.servers = cast("list[asyncio.Server]", taking)
             self._taking = taking

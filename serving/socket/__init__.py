@@ -8,7 +8,16 @@ with brought_by("serve", by=__name__):
     from .closing import AppHost, limit_unsent
     from .connection import Connection
     from .connections import Connections, Refused
-    from .one_by_one import OneByOne
     from .port_shares import PORT_SHARES, PortShares
+    from .shared_listener import SharedListener
 
-__all__ = ["PORT_SHARES", "AppHost", "Connection", "Connections", "OneByOne", "PortShares", "Refused", "limit_unsent"]
+__all__ = [
+    "PORT_SHARES",
+    "AppHost",
+    "Connection",
+    "Connections",
+    "PortShares",
+    "Refused",
+    "SharedListener",
+    "limit_unsent",
+]

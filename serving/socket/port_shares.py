@@ -41,6 +41,17 @@ class PortShares:
         """Write the count of this process; `ABSENT` when it takes no more connections."""
         self._counts[self._number] = connections
 
-    def is_others_turn(self, connections: int) -> bool:
-        """Return whether another process has fewer connections than this one, which has so many."""
-        return any(count < connections for at, count in enumerate(self._counts) if at != self._number)
+    def part(self, connections: int, waiting: int) -> int:
+        """Return how many of the connections that wait are for this process, which has so many.
+
+        All processes then have the same number, or those with fewer as many as they can get. One that is left over is
+        for each of those that could take it: the first one has it.
+        """
+        others = (count for at, count in enumerate(self._counts) if at != self._number and count != ABSENT)
+        together, level = waiting, 0
+        for processes, count in enumerate(sorted((connections, *others)), 1):
+            if processes > 1 and level <= count:
+                break
+            together += count
+            level = -(-together // processes)
+        return min(max(0, level - connections), waiting)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from serving.socket import PORT_SHARES, PortShares
 from serving.socket.port_shares import ABSENT
@@ -20,29 +23,50 @@ def shares(path: Path, *counts: int) -> list[PortShares]:
 
 
 @pytest.mark.parametrize(
-    ("counts", "own", "others_turn"),
+    ("counts", "waiting", "part"),
     [
-        ((3, 3), 3, False),
-        ((3, 2), 3, True),
-        ((3, 4), 3, False),
-        ((3, 9, 2), 3, True),
-        ((0, 0), 0, False),
-        ((5, ABSENT), 5, False),
-        ((5,), 5, False),
+        ((3, 3), 1, 1),
+        ((3, 2), 1, 0),
+        ((3, 4), 1, 1),
+        ((3, 9, 2), 1, 0),
+        ((3, 9, 2), 2, 1),
+        ((3, 9, 2), 100, 35),
+        ((0, 0), 1, 1),
+        ((0, 0), 256, 128),
+        ((10, 0), 256, 123),
+        ((10, 0), 5, 0),
+        ((0, 10), 5, 5),
+        ((5, ABSENT), 7, 7),
+        ((5,), 7, 7),
     ],
 )
-def test_it_is_the_turn_of_a_process_with_fewer(
-    counts: tuple[int, ...], own: int, others_turn: bool, tmp_path: Path
+def test_the_part_of_a_process_brings_it_level_with_the_others(
+    counts: tuple[int, ...], waiting: int, part: int, tmp_path: Path
 ) -> None:
     one = shares(tmp_path / "shares", *counts)[0]
-    assert one.is_others_turn(own) is others_turn
+    assert one.part(counts[0], waiting) == part
+
+
+@given(st.lists(st.integers(0, 50) | st.just(ABSENT), min_size=1, max_size=5), st.integers(0, 50), st.integers(1, 100))
+def test_parts_are_enough_for_all_and_none_is_above_another_that_gets_more(
+    others: list[int], own: int, waiting: int
+) -> None:
+    with TemporaryDirectory() as folder:
+        counts = [own, *others]
+        made = shares(Path(folder) / "shares", *counts)
+        present = [(count, one) for count, one in zip(counts, made, strict=True) if count != ABSENT]
+        parts = [one.part(count, waiting) for count, one in present]
+        assert waiting <= sum(parts) < waiting + len(parts)
+        levels = {count + part for (count, _), part in zip(present, parts, strict=True) if part}
+        assert max(levels) - min(levels) <= 1
+        assert all(part or count >= max(levels) - 1 for (count, _), part in zip(present, parts, strict=True))
 
 
 def test_a_process_that_takes_none_is_passed_over(tmp_path: Path) -> None:
     one, other = shares(tmp_path / "shares", 5, 2)
-    assert one.is_others_turn(5)
+    assert one.part(5, 1) == 0
     other.set(ABSENT)
-    assert not one.is_others_turn(5)
+    assert one.part(5, 1) == 1
 
 
 def test_a_process_finds_its_own_in_the_environment(tmp_path: Path) -> None:
@@ -50,11 +74,12 @@ def test_a_process_finds_its_own_in_the_environment(tmp_path: Path) -> None:
     found = PortShares.of({PORT_SHARES: f"1:{path}"})
     assert found is not None
     found.set(9)
-    assert not one.is_others_turn(7)
-    assert other.is_others_turn(9)
+    assert one.part(9, 1) == 1
+    assert one.part(10, 1) == 0
+    assert other.part(8, 1) == 0
     assert PortShares.of({}) is None
 
 
 def test_none_is_there_before_it_reports(tmp_path: Path) -> None:
     PortShares.make(path := tmp_path / "shares", 2)
-    assert not PortShares(path, 0).is_others_turn(5)
+    assert PortShares(path, 0).part(5, 3) == 3
