@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 from pipeline import Context, Control
 
@@ -29,7 +29,12 @@ class Mark(Generic[T]):
     def take(self, request: Context[Any]) -> T | None:
         """Return the value and remove the mark; None if there is none."""
         marks = request.registry.get_optional(self._name, _Marks)
-        return cast("T | None", marks.pop(request.control, None)) if marks else None
+        if not marks:
+            return None
+        value: T | None = marks.pop(request.control, None)
+        if not marks:  # most have one only, and stay open for long
+            request.registry.remove_shared(self._name)
+        return value
 
 
 class _Marks(dict[Control, Any]):

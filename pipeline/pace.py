@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from itertools import chain, repeat, starmap
 from typing import Any, Generic, Self, TypeVar
 
-from anyio import NoEventLoopError, get_current_task
+from anyio import NoEventLoopError
 from anyio.lowlevel import checkpoint
 
 from .errors import StreamBusy
-from .loop import clock, running_loop
+from .loop import clock, running_loop, running_task
 
 T = TypeVar("T")
 
@@ -93,8 +93,8 @@ class _Budget:
         self._is_running = False
         self._looks = 0
         self._began_s = 0.0
-        self._beginners: set[int] = set()
-        """The ids of tasks that have begun to read a stream since the budget was used up."""
+        self._beginners: set[Any] = set()
+        """The tasks that have begun to read a stream since the budget was used up."""
 
     def begin(self) -> None:
         """Start counting: the loop has just taken a turn. Its next turn ends the count."""
@@ -115,13 +115,10 @@ class _Budget:
 
     def lets_begin(self) -> bool:
         """Return whether the task that runs may begin to read a stream although the budget is used up."""
-        try:
-            task_id = get_current_task().id
-        except RuntimeError:
+        task = running_task()
+        if task is None or task in self._beginners:
             return False
-        if task_id in self._beginners:
-            return False
-        self._beginners.add(task_id)
+        self._beginners.add(task)
         return True
 
     def _turns(self) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
-from attrs import Factory, field, frozen
+from attrs import Factory, define, field, frozen
 
 from .index import Overlap
 from .load import RankLoads
 from .types import PlacementRule, WorkerRank
 
 
-@frozen
+@define
 class Prompt:
     """The prompt of a request, as its worker has to compute it."""
 
@@ -39,7 +39,7 @@ class CandidateReport:
     active_requests: int
 
 
-@frozen(eq=False)
+@define(eq=False)
 class Judged:
     """What all candidates were judged by, in columns."""
 
@@ -49,7 +49,7 @@ class Judged:
     """The blocks each has cached on its device."""
 
 
-@frozen(eq=False)
+@define(eq=False)
 class Decision:
     """The chosen rank and why.
 

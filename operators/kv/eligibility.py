@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Literal
 
-from attrs import Factory, evolve, field, frozen
+from attrs import Factory, define, evolve, field, frozen
 
 from pipeline import InvalidArgument, PenstockError, ResourceExhausted, Unavailable, WorkerOverloaded
 from pipeline.protocols import RoutingConstraints
@@ -30,7 +30,7 @@ class Ineligible:
     message: str
 
 
-@frozen
+@define
 class RoutingRules:
     """Which workers may take a request. A pinned one is never sent elsewhere, and its preferences have no effect."""
 

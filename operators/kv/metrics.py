@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from attrs import frozen
+from attrs import define
 
 from pipeline import Context
 from pipeline.protocols import RequestPhase, RequestTracker
@@ -94,13 +94,15 @@ class RoutingSteps:
         if self._record_ms is None and self._request is None:
             return
         before, self._step = self._step, step
-        span, self._span = self._span, None
-        if span is not None:
-            span.end()
         if before is not None and self._record_ms is not None:
             began_s, self._last_s = self._last_s, self._now_s()
             self._record_ms[before](1000 * (self._last_s - began_s))
-        if step is not None and step in SPANS and self._request is not None:
+        if self._request is None:
+            return
+        span, self._span = self._span, None
+        if span is not None:
+            span.end()
+        if step is not None and step in SPANS:
             above = self._request if self._search is None else self._search.context
             self._span = OpenSpan(above, SPANS[step], tracer=self._tracer)
 
@@ -294,7 +296,7 @@ class RouterMetrics:
         return known
 
 
-@frozen
+@define
 class RequestMeter:
     """What one dispatched request reports: to its tracker, if it has one, and to the router's instruments.
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import islice
 from typing import overload
 
-from attrs import frozen
+from attrs import define
 
 from pipeline.llm import block_hash_array, hash_seed, media_hashes, sequence_hashes
 from pipeline.protocols import BlockExtraInfo, MmObject, PreprocessedRequest
@@ -23,7 +23,7 @@ from pipeline.protocols import BlockExtraInfo, MmObject, PreprocessedRequest
 _PAD_BASE, _PAD_RANGE = 1_000_000, 1 << 30
 
 
-@frozen(eq=False)
+@define(eq=False)
 class PromptBlocks:
     """A prompt cut into blocks, which are hashed once, when they are first needed.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from collections.abc import Set as AbstractSet
 
-from attrs import evolve, field, frozen
+from attrs import define, evolve, field
 
 from pipeline import AnyContext, InvalidArgument, WorkerOverloaded
 from pipeline.foreign import foreign_errors
@@ -30,7 +30,11 @@ POLICY_CLASS = "policy-class"
 """Key of the context's metadata that names the request's queue class or family."""
 
 
-@frozen(kw_only=True, eq=False)
+_NO_HINTS, _NO_CONSTRAINTS = RoutingHints(), RoutingConstraints()
+"""What most requests have; nothing here changes them."""
+
+
+@define(kw_only=True, eq=False)
 class RouteRequest:
     """A prompt, the workers that may take it, and how urgent it is."""
 
@@ -71,7 +75,7 @@ class RouteRequest:
         metadata: Mapping[str, str] | None = None,
     ) -> RouteRequest:
         """Read the hints of a request in this phase."""
-        hints = request.routing or RoutingHints()
+        hints = request.routing or _NO_HINTS
         worker_id, dp_rank = named_worker(hints, phase)
         state = request.migration_state
         return cls(
@@ -79,7 +83,7 @@ class RouteRequest:
             worker_id=worker_id,
             dp_rank=dp_rank,
             allowed_worker_ids=hints.allowed_worker_ids,
-            constraints=hints.routing_constraints or RoutingConstraints(),
+            constraints=hints.routing_constraints or _NO_CONSTRAINTS,
             override=request.router_config_override,
             priority_jump_s=hints.priority_jump or 0.0,
             strict_priority=hints.strict_priority or 0,

@@ -253,14 +253,16 @@ class KvRouter:
         now_s: float,
     ) -> Decision:
         sequences, pace = self.loads.sequences, self.loads.pace(now_s)
-        loads = sequences.field(hashes, candidates.ranks, now_s)
         prompt = Prompt(len(request.blocks.token_ids), self.block_size_tokens)
         by = settings, self.selector.rng, self.worker_type, pace
-        if len(candidates.ranks) > FEW_CANDIDATES:
+        if len(candidates.ranks) <= FEW_CANDIDATES:
+            columns = sequences.project(hashes, candidates.ranks, now_s)
+        else:
+            loads = sequences.field(hashes, candidates.ranks, now_s)
             found = cheapest_of_many(prompt, candidates, overlap, sequences, loads, *by)
             if found is not None:
                 return found
-        columns = loads.columns()
+            columns = loads.columns()
         if settings.placement == "marginal_delay":
             columns = self.loads.with_blocks_lately(columns, candidates.ranks, now_s)
         return select_worker(prompt, candidates, overlap, columns, *by)

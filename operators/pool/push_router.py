@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from functools import partial
 from math import isfinite
 from random import Random
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import anyio
 
@@ -26,9 +25,11 @@ from pipeline import (
     Context,
     GraphError,
     InvalidArgument,
+    ReleaseOnce,
     ResponseStream,
     ResponseTimeout,
     Unavailable,
+    Watch,
     WorkerOverloaded,
 )
 from pipeline.errors import Refused
@@ -76,14 +77,6 @@ Out = TypeVar("Out")
 
 RouterMode = Literal["round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted", "direct"]
 _HINT = "routing.backend_instance_id"
-
-
-class _Sent(NamedTuple):
-    """Where a request was sent: the instance, its incarnation, and the losses of its connection until then."""
-
-    instance_id: int
-    incarnation: int
-    losses: int
 
 
 class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
@@ -243,7 +236,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
     async def _send(self, request: Context[In], instance_id: int, *, is_accounted: bool = False) -> ResponseStream[Out]:
         is_uncounted = is_accounted or type(instance_id) is Uncounted
         counted = UNCOUNTED if is_uncounted else self.loads.begin(instance_id)
-        sent = _Sent(instance_id, self._workers.incarnation(instance_id), self._workers.losses(instance_id))
+        sent = _Sent(self, request, instance_id, counted)
         if request.trace is not None:
             annotate(request, {"penstock.worker_id": int(instance_id), "penstock.endpoint": self._workers.name})
         try:
@@ -251,7 +244,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         except BaseException as error:
             counted.release()
             if isinstance(error, Exception):
-                self._blame(request, sent, error)
+                sent.on_failure(error)
             raise
         if not is_accounted and (tracker := getattr(request.payload, "tracker", None)) is not None:
             tracker.record_worker(int(instance_id))
@@ -260,13 +253,29 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
             source = f"instance_id={instance_id} of endpoint {self._workers.name}"
             stream = ResponseStream(until_silent(stream, request, self._silence_timeout_s, source), request, stream)
         # By the time of an error the request is not counted and the worker cools down.
-        return stream.watched(counted, partial(self._blame, request, sent))
+        return stream.watched(sent)
 
-    def _blame(self, request: Context[In], sent: _Sent, error: Exception) -> None:
-        self.health.blame(sent.instance_id, sent.incarnation, error, losses=sent.losses)
+
+class _Sent(Watch):
+    """A request that was sent to an instance of this incarnation, after so many losses of its connection."""
+
+    __slots__ = ("_health", "_incarnation", "_instance_id", "_losses", "_request")
+
+    def __init__(
+        self, router: PushRouter[Any, Any], request: AnyContext, instance_id: int, counted: ReleaseOnce
+    ) -> None:
+        self.reservation = counted
+        self._health, self._request, self._instance_id = router.health, request, instance_id
+        workers = router._workers
+        self._incarnation, self._losses = workers.incarnation(instance_id), workers.losses(instance_id)
+
+    def on_failure(self, error: Exception) -> None:
+        """Have the instance cool down, and the request not come to it again."""
+        request, health = self._request, self._health
+        health.blame(self._instance_id, self._incarnation, error, losses=self._losses)
         link = None if request.trace is None else trace_link(request)
-        free = allowed(self.health.view.free, request.payload)
-        note_failure(request.payload, sent.instance_id, error, link, free=free)
+        free = allowed(health.view.free, request.payload)
+        note_failure(request.payload, self._instance_id, error, link, free=free)
 
 
 _PICKERS: Mapping[RouterMode, Callable[[], Picker | None]] = {

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, TypeVar
 
 from anyio.lowlevel import checkpoint
-from attrs import frozen
+from attrs import define, frozen
 
 from pipeline.errors import InvalidArgument, InvalidMessage
 from pipeline.protocols.field_rules import U64
@@ -53,7 +53,7 @@ class Scope:
         return cls(endpoint.namespace, endpoint.component, endpoint.endpoint)
 
 
-@frozen
+@define
 class Event(Generic[T]):
     """A published value with its publisher and its number."""
 

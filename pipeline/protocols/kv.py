@@ -105,7 +105,7 @@ class StoredBlocks(Sequence[StoredBlock]):
 StoredBlock.wire_columns = StoredBlocks
 
 
-@frozen
+@define
 class KvStored:
     """Consecutive blocks were stored; the first follows `parent_hash` (None: it begins a sequence)."""
 
@@ -116,7 +116,7 @@ class KvStored:
     start_position: U32 | None = None
 
 
-@frozen
+@define
 class KvRemoved:
     """Blocks left the cache."""
 
@@ -133,7 +133,7 @@ KvEventData: TypeAlias = Annotated[
 ]
 
 
-@frozen
+@define
 class KvEvent:
     """One change of one rank's cache. The ids of a rank count up from 1 without a gap."""
 
@@ -142,7 +142,7 @@ class KvEvent:
     dp_rank: U32 = 0
 
 
-@frozen
+@define
 class RouterEvent:
     """An event and its worker.
 

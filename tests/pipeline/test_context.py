@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from uuid import UUID
+from uuid import RFC_4122, UUID
 
 import pytest
 
@@ -28,6 +28,19 @@ def test_a_missing_entry_is_an_error_and_a_missing_optional_one_none() -> None:
     registry.insert_shared("k", "text")
     with pytest.raises(RegistryError):
         registry.get_optional("k", int)
+
+
+def test_a_removed_entry_is_missing_and_others_stay() -> None:
+    registry = Registry()
+    registry.remove_shared("k")
+    for key in "kl":
+        registry.insert_shared(key, key)
+    registry.remove_shared("k")
+    assert [registry.get_optional(key, str) for key in "kl"] == [None, "l"]
+    registry.remove_shared("l")
+    registry.insert_unique("k", 1)
+    registry.remove_shared("k")
+    assert registry.take_unique("k", int) == 1
 
 
 def test_a_unique_entry_is_taken_once_or_cloned() -> None:
@@ -83,9 +96,11 @@ def test_id_and_metadata_given_are_readable_and_metadata_is_sorted() -> None:
 
 
 def test_an_id_not_given_is_a_random_uuid() -> None:
-    first, second = Context(1), Context(1)
-    assert UUID(first.id).version == 4
-    assert first.id != second.id
+    ids = [Context(None).id for _ in range(100)]
+    assert len(set(ids)) == 100
+    for one in ids:
+        assert (str(UUID(one)), UUID(one).version, UUID(one).variant) == (one, 4, RFC_4122)
+    assert {one[19] for one in ids} <= set("89ab")
 
 
 def test_what_is_shared_stays_the_same_through_map_transfer_and_rejoining() -> None:

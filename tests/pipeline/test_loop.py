@@ -6,12 +6,13 @@ import asyncio
 from socket import socketpair
 from threading import Thread, get_ident
 from time import sleep
+from typing import Any
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from pipeline.loop import LoopHandle, Timer, Wakeup, clock, time_held
+from pipeline.loop import LoopHandle, Timer, Wakeup, clock, running_task, time_held
 from pipeline.testing import run_in_virtual_time
 
 
@@ -257,3 +258,22 @@ async def test_virtual_time_stands_still_while_a_task_waits_for_a_thread_that_wo
             await anyio.to_thread.run_sync(sleep, 0.05)
         assert (rang, anyio.current_time()) == ([], began_s)
     assert rang == [began_s + 5]
+
+
+async def test_the_running_task_is_the_same_in_a_task_and_another_one_in_another() -> None:
+    found: list[Any] = []
+
+    async def look() -> None:
+        one = running_task()
+        await checkpoint()
+        assert running_task() == one
+        found.append(one)
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(3):
+            tasks.start_soon(look)
+    assert len({*found, running_task()}) == 4
+
+
+def test_no_task_runs_outside_of_a_loop() -> None:
+    assert running_task() is None

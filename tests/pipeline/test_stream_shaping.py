@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from anyio.lowlevel import checkpoint
 
-from pipeline import Context, Disconnected, ReleaseOnce, ResponseStream
+from pipeline import Context, Disconnected, ReleaseOnce, ResponseStream, Watch
 from pipeline.testing import OpenStreams
 
 Shape = Callable[[ResponseStream[int]], ResponseStream[int]]
@@ -20,7 +20,7 @@ SHAPES: dict[str, Shape] = {
     "tap": lambda stream: stream.tap(abs),
     "prepend": lambda stream: stream.prepend(0),
     "holding": lambda stream: stream.holding(ReleaseOnce(int)),
-    "watched": lambda stream: stream.watched(ReleaseOnce(int), repr),
+    "watched": lambda stream: stream.watched(Watch(ReleaseOnce(int))),
 }
 each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import floor
 
-from attrs import Factory, define, field, frozen
+from attrs import define, field, frozen
 
 from ..numbers import Matches
 from ..types import RequestSettings, WorkerRank
@@ -26,7 +26,7 @@ class TierBlocks:
     disk: float
 
 
-@frozen
+@define
 class Overlap:
     """Blocks by rank; a rank that has none of a tier is not in it.
 
@@ -67,19 +67,19 @@ class Overlap:
         return sum(max(0, hits.stop - max(hits.start, start)) for hits in self.shared)
 
 
-@define(eq=False)
 class CandidateOverlap:
     """An overlap as the candidates see it, in columns; `zero_by_rank` has a 0 for each of them, in their order.
 
     `device` is that column, and `best_device` the most in it: read out of the ranks once for all uses.
     """
 
-    overlap: Overlap
-    zero_by_rank: Mapping[WorkerRank, float]
-    device: Sequence[float] = field(default=Factory(lambda self: self.column(self.overlap.device), takes_self=True))
-    best_device: float = field(init=False)
+    __slots__ = ("best_device", "device", "overlap", "zero_by_rank")
 
-    def __attrs_post_init__(self) -> None:
+    def __init__(
+        self, overlap: Overlap, zero_by_rank: Mapping[WorkerRank, float], device: Sequence[float] | None = None
+    ) -> None:
+        self.overlap, self.zero_by_rank = overlap, zero_by_rank
+        self.device = self.column(overlap.device) if device is None else device
         self.best_device = max(self.device, default=0)
 
     def column(self, tier: Blocks) -> list[float]:

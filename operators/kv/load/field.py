@@ -46,6 +46,14 @@ class Chosen:
         positions = {number: position for position, number in enumerate(numbers) if number}
         return cls(ranks, numbers, take, positions, sum(1 << number for number in positions))
 
+    def added_blocks(self, blocks: int, shared: Groups) -> list[int]:
+        """Return how many of the blocks a prompt would add on each rank; `shared` are active there already."""
+        added = [blocks] * len(self.ranks)
+        for depth, mask in shared:
+            for number in numbers_in(mask & self.mask):
+                added[self.positions[number]] -= depth
+        return added
+
 
 @frozen(eq=False)
 class LoadField:
@@ -63,12 +71,8 @@ class LoadField:
 
     def columns(self) -> RankLoads:
         """The load of each of the ranks, in their order."""
-        chosen = self.chosen
-        added = [self.blocks] * len(chosen.ranks)
-        for depth, mask in self.shared:
-            for number in numbers_in(mask & chosen.mask):
-                added[chosen.positions[number]] -= depth
-        take = chosen.take
+        chosen, take = self.chosen, self.chosen.take
+        added = chosen.added_blocks(self.blocks, self.shared)
         return RankLoads(take(self.prefill_tokens), take(self.decode_blocks), take(self.requests), added)
 
     def load_of(self, number: int) -> Load:

@@ -120,7 +120,7 @@ def _ns(seconds: float) -> int:
 Column = Sequence[int]
 
 
-@frozen(eq=False)
+@define(eq=False)
 class RankLoads:
     """The load of some ranks, a column each, in the order in which the ranks were given.
 

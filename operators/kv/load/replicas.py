@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Self, TypeAlias
 
 import anyio
-from attrs import evolve, frozen
+from attrs import define, evolve, frozen
 
 from pipeline import InvalidArgument
 from pipeline.network import EndpointId, Event, EventPlane, Scope
@@ -60,7 +60,7 @@ class Duration:
         return self.secs + self.nanos / _NS
 
 
-@frozen
+@define
 class PrefillLoadHint:
     """The load of a prompt that counts."""
 
@@ -70,7 +70,7 @@ class PrefillLoadHint:
     """How long that takes; None if it is not modelled."""
 
 
-@frozen
+@define
 class AddRequest:
     """A request was booked."""
 
@@ -109,7 +109,7 @@ SequenceEventData: TypeAlias = Annotated[
 ]
 
 
-@frozen
+@define
 class ActiveSequenceEvent:
     """One step in the life of a request, published by the router it is from. `worker` counts for `AddRequest` only."""
 

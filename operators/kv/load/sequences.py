@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 
-from attrs import define, field, frozen
+from attrs import define, field
 
 from pipeline.llm import sequence_hashes
 from pipeline.settings import Variable, whole
@@ -43,7 +43,7 @@ SWEEP_EVERY_S = 60.0
 """How often the owner of the account should call `expire` even without bookings."""
 
 
-@frozen
+@define
 class SequenceLoad:
     """What a request puts on its worker.
 
@@ -232,15 +232,17 @@ class ActiveSequences:
         return expired
 
     def project(self, hashes: Sequence[int], ranks: Sequence[WorkerRank], now_s: float) -> RankLoads:
-        """The load of these ranks now, and what the prompt with these hashes would add to each.
+        """The load of these ranks now, and what the prompt with these hashes would add to each, whatever comes later.
 
-        An unknown rank counts as idle. Fastest for the same tuple of ranks as last time. The columns are the state of
-        this moment: later bookings do not change them.
+        An unknown rank counts as idle. Fastest for the same tuple of ranks as last time.
         """
-        return self.field(hashes, ranks, now_s).columns()
+        chosen = self._choose(ranks)
+        self._keep_time(now_s)
+        added, take = chosen.added_blocks(len(hashes), self._prefixes.shared_blocks(hashes)), chosen.take
+        return RankLoads(take(self._prefill_tokens), take(self._decode_blocks), take(self._requests), added)
 
     def field(self, hashes: Sequence[int], ranks: Sequence[WorkerRank], now_s: float) -> LoadField:
-        """What `project` returns, before it is written out rank by rank."""
+        """What `project` returns, before it is written out rank by rank: for a search among many."""
         chosen = self._choose(ranks)
         self._keep_time(now_s)
         return LoadField(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
-from attrs import frozen
+from attrs import define, frozen
 
 from pipeline import InvalidArgument
 from pipeline.protocols.field_rules import U64, skip
@@ -76,7 +76,7 @@ class PublisherState:
     next_sequence: U64
 
 
-@frozen
+@define
 class EventRun:
     """Events of a publisher that follow each other: an envelope for all of them. The lists have one length."""
 
@@ -88,7 +88,7 @@ class EventRun:
     """Each as bytes of MessagePack."""
 
 
-@frozen
+@define
 class EventBatch:
     """An item of a channel's stream. The first one comes at once."""
 

@@ -143,12 +143,12 @@ class RemoteStream(ResponseStream[Any]):
         super().__init__(call.read(released), call.request, released)
         self._call = call
 
-    def watched(self, reservation: ReleaseOnce, on_failure: Callable[[Exception], object]) -> ResponseStream[Any]:
+    def watched(self, watch: Watch) -> ResponseStream[Any]:
         """See `ResponseStream`. The first watch before the first read returns this stream."""
         if self._call.watch is not None or (self._pace is not None and self._pace.was_read):
-            return super().watched(reservation, on_failure)
-        self._call.watch = Watch(reservation, on_failure)
-        self._own(reservation)
+            return super().watched(watch)
+        self._call.watch = watch
+        self._own(watch.reservation)
         return self
 
 

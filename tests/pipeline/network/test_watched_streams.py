@@ -8,13 +8,26 @@ from typing import Any, cast
 
 import pytest
 
-from pipeline import Annotated, Context, Disconnected, ReleaseOnce, ResponseStream
+from pipeline import Annotated, Context, Disconnected, ReleaseOnce, ResponseStream, Watch
 from pipeline.testing import Fail, OpenStreams, ScriptedEngine, Stall
 from tests.pipeline.network.worlds import WHERE, WORLDS, WorldKind, eventually, two_runtimes
 
 FIRST, SECOND = Annotated(1), Annotated(2)
 EVENT = Annotated[Any](event="note", comment=["x"])
 ERROR: Annotated[Any] = Annotated.from_error(Disconnected("in an item"))
+
+
+class Noted(Watch):
+    """Writes down what it sees."""
+
+    __slots__ = ("seen",)
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__(ReleaseOnce(seen.append, "released"))
+        self.seen = seen
+
+    def on_failure(self, error: Exception) -> None:
+        self.seen.append(f"failed: {error}")
 
 
 @pytest.fixture(params=WORLDS)
@@ -33,8 +46,7 @@ async def streaming(
         workers = caller.workers(WHERE, Annotated[int])
         await workers.wait_for_instances()
         stream = await workers.engine(1).generate(request)
-        reservation = ReleaseOnce(seen.append, "released")
-        yield stream.watched(reservation, lambda error: seen.append(f"failed: {error}")), seen
+        yield stream.watched(Noted(seen)), seen
         await eventually(lambda: served.running == 0)
 
 
@@ -92,8 +104,7 @@ async def test_a_stop_and_a_kill_release_and_are_no_failure(
 async def test_two_watches_see_the_same(world: WorldKind, open_streams: OpenStreams) -> None:
     async with streaming(world, Context(None), FIRST, Fail(Disconnected("raised"))) as (stream, seen):
         also: list[str] = []
-        reservation = ReleaseOnce(also.append, "released")
-        twice = stream.watched(reservation, lambda error: also.append(f"failed: {error}"))
+        twice = stream.watched(Noted(also))
         with pytest.raises(Disconnected, match="raised"):
             await twice.collect()
         assert seen == also == ["failed: raised", "released"]
@@ -107,7 +118,7 @@ async def test_a_stream_that_has_been_read_can_still_be_watched(world: WorldKind
         stream = await workers.engine(1).generate(Context(None))
         assert await anext(stream) == FIRST
         seen: list[str] = []
-        watched = stream.watched(ReleaseOnce(seen.append, "released"), lambda error: seen.append(f"failed: {error}"))
+        watched = stream.watched(Noted(seen))
         with pytest.raises(Disconnected, match="raised"):
             await watched.collect()
         assert seen == ["failed: raised", "released"]
