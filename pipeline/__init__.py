@@ -33,6 +33,7 @@ from .graph import Segment, link
 from .operator import Operator, identity, map_request, map_response
 from .stage import Stage
 from .stream import ResponseStream
+from .stream import Watch as Watch
 
 __all__ = [
     "Annotated",

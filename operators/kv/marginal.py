@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from math import log1p
 
 from .decision import Prompt
-from .load import RankLoads
+from .load import RankLoads, Weights
 from .pace import BATCH_TOKENS, PASS_TOKENS, STEP, Pace
 
 FELT_TOKENS = 20.0
@@ -64,3 +64,12 @@ def marginal_delays(prompt: Prompt, cached: Sequence[float], loads: RankLoads, p
         return delays
     part = read / step
     return [delay + weight * log1p(part * held) for delay, held in zip(delays, loads.blocks_lately, strict=True)]
+
+
+def marginal_weights(prompt: Prompt, pace: Pace) -> Weights:
+    """What a load adds at least to the delay for a rank that was idle, before its slowness."""
+    if not pace.pause_weight:
+        return Weights(1.0, 0.0, 0.0)
+    read = STEP * prompt.block_size_tokens
+    grown, weight = 0.75 * FELT_TOKENS * STEP * max(1.0, pace.answer_tokens), FELT_TOKENS * pace.returns * STEP_TOKENS
+    return Weights(1.0, (FELT_TOKENS + 1.0) * read, grown, STEP_TOKENS, weight, read / STEP_TOKENS)

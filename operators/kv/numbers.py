@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress, count
+from typing import Self
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from .types import WorkerRank
 
@@ -22,6 +23,45 @@ _AS_BITS = bytes.maketrans(b"01", b"\x00\x01")
 _FEW = 16
 """So many bits are found faster one by one."""
 _NO_RANK = WorkerRank(0, 0)
+_NEARLY = 1.1
+"""Factors of one class differ by less than that."""
+
+
+@frozen(eq=False)
+class Factors:
+    """By what some ranks are multiplied, as numbers and masks; for all others it is 1."""
+
+    by_rank: Mapping[WorkerRank, float]
+    ranks: Sequence[WorkerRank]
+    """The list of ranks of its time."""
+    count: int
+    """How many there were."""
+    by_number: Mapping[int, float]
+    classes: Sequence[tuple[float, int]]
+    """Masks of ranks whose factors differ little, each behind the least of them."""
+
+    @classmethod
+    def of(
+        cls, by_rank: Mapping[WorkerRank, float], numbers: Mapping[WorkerRank, int], ranks: list[WorkerRank]
+    ) -> Self:
+        """Find the numbers of the ranks, and put those of nearly the same factor together."""
+        pairs = sorted((factor, numbers[rank]) for rank, factor in by_rank.items() if factor != 1.0 and rank in numbers)
+        classes = list[tuple[float, int]]()
+        for factor, number in pairs:
+            if classes and factor < classes[-1][0] * _NEARLY:
+                classes[-1] = classes[-1][0], classes[-1][1] | 1 << number
+            else:
+                classes.append((factor, 1 << number))
+        return cls(by_rank, ranks, len(ranks), {number: factor for factor, number in pairs}, classes)
+
+    def within(self, mask: int) -> list[tuple[float, int]]:
+        """Return the classes within a mask, and the other ranks of it behind 1."""
+        found = []
+        for least, ranks in self.classes:
+            if here := ranks & mask:
+                found.append((least, here))
+                mask ^= here
+        return [*found, (1.0, mask)] if mask else found
 
 
 @define(eq=False)
@@ -34,6 +74,7 @@ class RankNumbers:
     _numbers: dict[WorkerRank, int] = field(factory=dict, init=False)
     _holds: list[int] = field(factory=lambda: [1], init=False)
     _free: list[int] = field(factory=list, init=False)
+    _factors: Factors | None = field(default=None, init=False)
 
     def hold(self, rank: WorkerRank) -> int:
         """Return the rank's number; `let_go` is called as often."""
@@ -57,6 +98,13 @@ class RankNumbers:
         if not self._holds[number]:
             del self._numbers[self.ranks[number]]
             self._free.append(number)
+
+    def factors(self, by_rank: Mapping[WorkerRank, float]) -> Factors:
+        """Return the factors by number; fastest for the same mapping, unchanged, as last time."""
+        known, ranks = self._factors, self.ranks
+        if known is None or known.by_rank is not by_rank or known.ranks is not ranks or known.count != len(ranks):
+            known = self._factors = Factors.of(by_rank, self._numbers, ranks)
+        return known
 
 
 class Matches(Mapping[WorkerRank, int]):

@@ -67,8 +67,6 @@ MOST_SLOWNESS = 2.0
 PAUSE_WEIGHTS = 0.003, 0.3
 MOST_CONGESTION = 5.0
 MOST_RETURNS = 20.0
-LATELY_S = 10.0
-"""The blocks a rank held lately are a mean over about so long, as seen whenever a request is placed."""
 _NS = 1_000_000_000
 _RATES = 125, 8000
 """Of a single request, in thousandths: so much slower or faster than predicted, at most."""
@@ -114,24 +112,12 @@ class PaceMeter:
     """Answers, their tokens, nanoseconds from the first."""
     _rates: dict[WorkerRank, _Recent] = field(factory=dict, init=False)
     """Requests of a rank, and how fast they were: the predicted time by the time, in thousandths."""
-    _held: dict[WorkerRank, tuple[float, float]] = field(factory=dict, init=False)
-    """The mean of the blocks that a rank held lately, and the time of it."""
     _line: tuple[float, float] | None = field(default=None, init=False)
     """The predicted time: nanoseconds at 0 tokens, and by token."""
 
     def booked(self, before_tokens: int, new_tokens: int, prompt_tokens: int) -> None:
         """A request was booked on a rank that has so many prompt tokens to compute before its own new ones."""
         self._booked.add(1, before_tokens, new_tokens + PASS_TOKENS, prompt_tokens)
-
-    def blocks_lately(self, ranks: Sequence[WorkerRank], blocks: Sequence[int], now_s: float) -> list[float]:
-        """Return the mean of the blocks that each of these ranks held lately, and take note of those it holds now."""
-        means, found = self._held, []
-        for rank, held in zip(ranks, blocks, strict=True):
-            mean, at_s = means.get(rank, (0.0, now_s))
-            mean = held + (mean - held) * exp((at_s - now_s) / LATELY_S)
-            means[rank] = mean, now_s
-            found.append(mean)
-        return found
 
     def answered(self, rank: WorkerRank, tokens: int, wait_s: float) -> None:
         """The first token came, `wait_s` after the booking; its rank then had so many prompt tokens to compute."""
@@ -153,7 +139,6 @@ class PaceMeter:
         """Forget the ranks of a worker: another one may come under its id."""
         self._rates = {rank: recent for rank, recent in self._rates.items() if rank.worker_id != worker_id}
         slowness = {rank: slow for rank, slow in self._pace.slowness.items() if rank.worker_id != worker_id}
-        self._held = {rank: held for rank, held in self._held.items() if rank.worker_id != worker_id}
         self._pace = evolve(self._pace, slowness=slowness)
 
     def pace(self, now_s: float) -> Pace:

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from attrs import define, evolve, field
+from attrs import define, field
 
 from pipeline import Annotated
 from pipeline.loop import clock
@@ -28,14 +28,12 @@ from .load import (
     AddRequest,
     Free,
     MarkPrefillCompleted,
-    RankLoads,
     ReplicaSync,
     SequenceLoad,
 )
 from .metrics import RequestMeter
 from .numbers import RankNumbers
 from .pace import UNOBSERVED, Pace, PaceMeter
-from .types import WorkerRank
 
 _log = logging.getLogger(__name__)
 
@@ -144,7 +142,7 @@ class LoadBook:
 
     For one loop. `expiry_s` is when a reservation that was not released is given up. `on_room` is called when a prompt
     was computed or a request ended here. `numbers` are those of the router's index. `meter` observes how fast requests
-    are answered.
+    are answered. `shows_lately` is whether loads show the blocks held lately.
     """
 
     def __init__(
@@ -154,8 +152,9 @@ class LoadBook:
         peers: ReplicaSync | None = None,
         numbers: RankNumbers | None = None,
         meter: PaceMeter | None = None,
+        shows_lately: bool = False,
     ) -> None:
-        self._meter = meter
+        self._meter, self._pace, self._shows_lately = meter, UNOBSERVED, shows_lately
         self.sequences = ActiveSequences(expiry_s, RankNumbers() if numbers is None else numbers)
         self.clock = loop_clock()
         self.peers = peers
@@ -186,14 +185,13 @@ class LoadBook:
             self.peers.publish(reservation, partial(AddRequest.of, load), reservation.lora_name)
 
     def pace(self, now_s: float) -> Pace:
-        """Return how the workers answer, as far as that is observed."""
-        return UNOBSERVED if self._meter is None else self._meter.pace(now_s)
-
-    def with_blocks_lately(self, loads: RankLoads, ranks: Sequence[WorkerRank], now_s: float) -> RankLoads:
-        """Return the loads of these ranks with the blocks that each held lately, as far as that is observed."""
-        if self._meter is None:
-            return loads
-        return evolve(loads, blocks_lately=self._meter.blocks_lately(ranks, loads.decode_blocks, now_s))
+        """Return how the workers answer, as far as that is observed. When it changes, so do the blocks held lately."""
+        if self._meter is not None and (pace := self._meter.pace(now_s)) is not self._pace:
+            self._pace = pace
+            if self._shows_lately:
+                # Where they would count nothing they would only tell ranks apart that are equal.
+                self.sequences.note_blocks_lately(now_s, shown=pace.returns > 0 and pace.pause_weight > 0)
+        return self._pace
 
     def first_token(self, reservation: Reservation) -> bool:
         """The first token came: the prompt was computed."""

@@ -263,8 +263,6 @@ class KvRouter:
             if found is not None:
                 return found
             columns = loads.columns()
-        if settings.placement == "marginal_delay":
-            columns = self.loads.with_blocks_lately(columns, candidates.ranks, now_s)
         return select_worker(prompt, candidates, overlap, columns, *by)
 
     def _place(self, queued: QueuedRequest, must_refresh: bool) -> Reservation:
@@ -349,7 +347,8 @@ def kv_router(
     pool = RouterPool(workers, health)
     numbers = RankNumbers()
     meter = None if config.router_placement == "cost" else PaceMeter()
-    loads = LoadBook(expiry_s=expiry_s, peers=peers, numbers=numbers, meter=meter)
+    shows_lately = config.router_placement == "marginal_delay"
+    loads = LoadBook(expiry_s=expiry_s, peers=peers, numbers=numbers, meter=meter, shows_lately=shows_lately)
     lookup = PrefixLookup(
         config, block_size_tokens, is_eagle=is_eagle, recover=recover, on_event=on_event, numbers=numbers
     )

@@ -8,21 +8,23 @@ In one class the cost grows with the load alone. So the walk through a class end
 the weighted load together exceed the cheapest found; most end at the first. The costs themselves come from the same
 functions as those of all candidates, so they are equal to the digit, and so are ties and the number drawn for them.
 
+Ranks that are slower or faster than others by nearly as much are a class of their own: their costs are at least those
+of the fastest of them.
+
 Every candidate is looked at where that does not hold or would not pay: few candidates, a temperature, preferred taints,
-ranks that are slower than others, the marginal delay (which also goes by the load of late), lower tiers, credit that
-decays or exceeds 1, prompts that are not tracked, many different classes, a class in which all are busier than most
-others.
+lower tiers, credit that decays or exceeds 1, prompts that are not tracked, many different classes, a class in which all
+are busier than most others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import isfinite
 from random import Random
 from typing import TypeAlias
 
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 
 from .decision import Decision, Prompt
 from .eligibility import Candidates
@@ -30,26 +32,27 @@ from .index import CandidateOverlap, Overlap, in_tokens
 from .load import ActiveSequences, Load, LoadField, RankLoads
 from .numbers import Groups, Matches, numbers_in, within
 from .pace import UNOBSERVED, Pace
-from .selection import RULES, WorkerType, judge, load_weights
+from .selection import RULES, WorkerType, goes_by_delay, judge, load_weights
 from .types import RequestSettings
 
 FEW_CANDIDATES = 64
 """Up to so many it takes no longer to look at each."""
 _MOST_CLASSES = 64
 _LEAST_STEPS = 64
-_NO_LOAD: Load = (0, 0, 0)
+_NO_LOAD: Load = (0, 0, 0, 0)
 _ROUNDING = 1e-9
 """More, of the numbers added, than their sums in different orders may differ by."""
 
 
 @frozen
 class Group:
-    """Ranks of the same cost: blocks cached and active of the prompt, and load."""
+    """Ranks of the same cost: blocks cached and active of the prompt, load and slowness."""
 
     cached: int
     active: int
     load: Load
     ranks: int
+    slowness: float = 1.0
 
 
 @frozen(eq=False)
@@ -70,9 +73,12 @@ class _Costs:
     def of(self, groups: Sequence[Group]) -> list[float]:
         """The cost of a rank of each group."""
         seen = CandidateOverlap(_NOTHING_BELOW, {}, [group.cached for group in groups])
-        tokens, held, requests = zip(*(group.load for group in groups), strict=True)
-        loads = RankLoads(tokens, held, requests, [self.blocks - group.active for group in groups])
-        return RULES[self.settings.placement](self.prompt, seen, loads, self.settings, self.worker_type, self.pace)
+        tokens, held, requests, lately = zip(*(group.load for group in groups), strict=True)
+        loads = RankLoads(tokens, held, requests, [self.blocks - group.active for group in groups], lately)
+        column = RULES[self.settings.placement](self.prompt, seen, loads, self.settings, self.worker_type, self.pace)
+        if not self.pace.slowness:
+            return column
+        return [cost * group.slowness for cost, group in zip(column, groups, strict=True)]
 
 
 _NOTHING_BELOW = Overlap()
@@ -90,8 +96,6 @@ def cheapest_of_many(
     pace: Pace = UNOBSERVED,
 ) -> Decision | None:
     """What `select_worker` returns, with the same draw; None, and nothing drawn, where each must be looked at."""
-    if pace.slowness or settings.placement == "marginal_delay":
-        return None
     groups = _cached_groups(prompt, candidates, overlap, sequences, loads, settings)
     if groups is None:
         return None
@@ -139,7 +143,7 @@ def _cached_groups(
         return None
     if candidates.multipliers is not None or overlap.has_lower_tiers or overlap.shared:
         return None
-    if len(chosen.positions) < len(chosen.ranks) or prompt.isl_tokens < 1:
+    if not 0 < len(chosen.ranks) == len(chosen.positions) or prompt.isl_tokens < 1:
         return None
     if not device:
         return within((), chosen.mask)
@@ -161,7 +165,10 @@ class _Walk:
     """Through the loads of each class."""
 
     classes: list[tuple[float, Group]]
-    """A group of all ranks of a class, as if they were idle, behind the cost."""
+    """A group of all ranks of a class, as if they were idle, behind the cost without its slowness. Where they differ
+    in that it is the least of theirs."""
+    slowness: Mapping[int, float]
+    """By number; 1 for others."""
     entries: _Entries
     sequences: ActiveSequences
     loads: LoadField
@@ -181,22 +188,34 @@ class _Walk:
         idle = costs.of(groups)
         if not all(map(isfinite, idle)):
             return None
+        classes = list(zip(idle, groups, strict=True))
+        slowness: Mapping[int, float] = {}
+        if costs.pace.slowness and goes_by_delay(costs.settings):
+            factors = sequences.numbers.factors(costs.pace.slowness)
+            slowness = factors.by_number
+            classes = [
+                (cost, evolve(group, ranks=ranks, slowness=least))
+                for cost, group in classes
+                for least, ranks in factors.within(group.ranks)
+            ]
+            if len(classes) > _MOST_CLASSES:
+                return None
         entries = sequences.holders().order(load_weights(costs.prompt, costs.settings, costs.pace))
-        return cls(list(zip(idle, groups, strict=True)), entries, sequences, loads, costs)
+        return cls(classes, slowness, entries, sequences, loads, costs)
 
     def cheapest(self) -> tuple[float, list[Group]] | None:
         """The lowest cost and the groups that have it; None if a number is too large to compare."""
-        ways = [(idle, self._way(group)) for idle, group in self.classes]
-        firsts = [next(way) for _, way in ways]
+        ways = [(idle, group.slowness, self._way(group)) for idle, group in self.classes]
+        firsts = [next(way) for _, _, way in ways]
         found = [group for _, group in firsts]
         costs = self.costs.of(found)
         if not isfinite(bound := min(costs)):
             return None
         more: list[Group] = []
-        for (idle, way), (weight, _) in zip(ways, firsts, strict=True):
-            if self._may_be_cheapest(idle + weight, bound):
+        for (idle, least, way), (weight, _) in zip(ways, firsts, strict=True):
+            if self._may_be_cheapest(least * (idle + weight), bound):
                 for weight, group in way:
-                    if not self._may_be_cheapest(idle + weight, bound):
+                    if not self._may_be_cheapest(least * (idle + weight), bound):
                         break
                     more.append(group)
         if more:
@@ -217,7 +236,7 @@ class _Walk:
         most_steps = max(_LEAST_STEPS, len(self.loads.chosen.ranks) // len(self.classes))
         for weight, load in islice(self.entries, most_steps):
             if here := left & masks[load]:
-                yield weight, Group(group.cached, group.active, load, here)
+                yield from self._alike(weight, group, load, here)
                 left ^= here
                 if not left:
                     return
@@ -225,11 +244,19 @@ class _Walk:
             raise _TooFar
 
     def _one_by_one(self, group: Group) -> Iterable[tuple[float, Group]]:
-        tokens, blocks, requests = load_weights(self.costs.prompt, self.costs.settings, self.costs.pace)
+        weights = load_weights(self.costs.prompt, self.costs.settings, self.costs.pace)
         for number in numbers_in(group.ranks):
             load = self.loads.load_of(number)
-            weight = tokens * load[0] + blocks * load[1] + requests * load[2]
-            yield weight, Group(group.cached, group.active, load, 1 << number)
+            yield from self._alike(weights.of(load), group, load, 1 << number)
+
+    def _alike(self, weight: float, group: Group, load: Load, ranks: int) -> Iterable[tuple[float, Group]]:
+        """The ranks of a class that have this load, in groups of the same slowness."""
+        if group.slowness == 1.0:
+            return [(weight, Group(group.cached, group.active, load, ranks))]
+        return [
+            (weight, Group(group.cached, group.active, load, 1 << number, self.slowness[number]))
+            for number in numbers_in(ranks)
+        ]
 
 
 def _weight(entry: tuple[float, Group]) -> float:

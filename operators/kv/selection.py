@@ -54,8 +54,8 @@ from .config import KvRouterConfig
 from .decision import Decision, Judged, Prompt
 from .eligibility import Candidates
 from .index import CandidateOverlap, Overlap, in_tokens
-from .load import Column, RankLoads
-from .marginal import marginal_delays
+from .load import Column, RankLoads, Weights
+from .marginal import marginal_delays, marginal_weights
 from .pace import BATCH_TOKENS, PASS_TOKENS, STEP, UNOBSERVED, Pace
 from .types import PlacementRule, RequestSettings
 
@@ -229,14 +229,21 @@ RULES: Mapping[PlacementRule, Rule] = {
 }
 
 
-def load_weights(prompt: Prompt, settings: RequestSettings, pace: Pace) -> tuple[float, float, float]:
-    """What a prompt token in flight, a held block and a request add at least to the cost of a rank that was idle.
+def load_weights(prompt: Prompt, settings: RequestSettings, pace: Pace) -> Weights:
+    """What a load adds at least to the cost of a rank that was idle, before its slowness.
 
     Holds for the placement of the settings where prompts are tracked and credit neither decays nor exceeds 1.
     """
+    if settings.placement == "marginal_delay":
+        return marginal_weights(prompt, pace)
     if settings.placement == "expected_delay":
-        return QUEUED, _held_tokens(prompt, pace), REQUEST_TOKENS
-    return settings.prefill_load_scale / prompt.block_size_tokens, 1.0, settings.decode_active_request_weight
+        return Weights(QUEUED, _held_tokens(prompt, pace), REQUEST_TOKENS)
+    return Weights(settings.prefill_load_scale / prompt.block_size_tokens, 1.0, settings.decode_active_request_weight)
+
+
+def goes_by_delay(settings: RequestSettings) -> bool:
+    """Whether the costs are delays, which are longer on a slower rank."""
+    return settings.placement != "cost" and settings.track_prefill_tokens
 
 
 def judge(
@@ -251,8 +258,8 @@ def judge(
     """All candidates by the rule of the settings; `loads` are theirs, in their order."""
     seen = CandidateOverlap(overlap, candidates.zero_by_rank)
     column = RULES[settings.placement](prompt, seen, loads, settings, worker_type, pace)
-    is_delay = settings.placement != "cost" and settings.track_prefill_tokens
-    for multipliers in (candidates.multipliers, pace.multipliers(candidates.ranks) if is_delay else None):
+    slowness = pace.multipliers(candidates.ranks) if goes_by_delay(settings) else None
+    for multipliers in (candidates.multipliers, slowness):
         if multipliers is not None:
             column = [cost * multiplier for cost, multiplier in zip(column, multipliers, strict=True)]
     return Judged(column, loads, seen.device)

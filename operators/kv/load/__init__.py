@@ -1,7 +1,7 @@
 """Blocks and prefill tokens in flight on each worker, shared between routers."""
 
 from .blocks import ActiveBlocks, ActivePrefixes, HeldBlocks
-from .field import Load, LoadField
+from .field import Load, LoadField, Weights
 from .peers import BookingsPart, BookingsRequest, ShareLimits, shared_bookings
 from .ranks import Column, MissingDuration, PotentialLoad, PromptLoad, RankLoads
 from .replicas import (
@@ -59,6 +59,7 @@ __all__ = [
     "SequenceEventData",
     "SequenceLoad",
     "ShareLimits",
+    "Weights",
     "apply_events",
     "shared_bookings",
     "tracking_hashes",

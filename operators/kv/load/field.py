@@ -7,19 +7,39 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
+from math import log1p
 from operator import itemgetter
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from attrs import define, field, frozen
 
 from ..numbers import Groups, numbers_in
 from ..types import WorkerRank
-from .ranks import RankLoads
+from .ranks import Column, RankLoads
 
-Load: TypeAlias = tuple[int, int, int]
-"""Prompt tokens in flight, decode blocks and requests of a rank."""
-Weights: TypeAlias = tuple[float, float, float]
-"""What each of them counts."""
+Load: TypeAlias = tuple[int, int, int, int]
+"""Prompt tokens in flight, decode blocks and requests of a rank, and the blocks it held lately where that is shown."""
+
+
+class Weights(NamedTuple):
+    """What each of them counts."""
+
+    tokens: float
+    blocks: float
+    requests: float
+    any_request: float = 0.0
+    """What a rank with requests counts more than one without."""
+    lately: float = 0.0
+    """What the blocks held lately count: this times log(1 + `lately_part` * blocks)."""
+    lately_part: float = 0.0
+
+    def of(self, load: Load) -> float:
+        """Return what a load counts."""
+        tokens, blocks, requests, lately = load
+        counted = self.tokens * tokens + self.blocks * blocks
+        if requests:
+            counted += self.requests * requests + self.any_request
+        return counted + self.lately * log1p(self.lately_part * lately) if lately else counted
 
 
 @frozen(eq=False)
@@ -46,13 +66,18 @@ class Chosen:
         positions = {number: position for position, number in enumerate(numbers) if number}
         return cls(ranks, numbers, take, positions, sum(1 << number for number in positions))
 
-    def added_blocks(self, blocks: int, shared: Groups) -> list[int]:
-        """Return how many of the blocks a prompt would add on each rank; `shared` are active there already."""
+    def loads(self, blocks: int, shared: Groups, *columns: Column) -> RankLoads:
+        """Return their figures in the columns, and how many of the blocks a prompt would add to each.
+
+        The columns are prompt tokens in flight, decode blocks, requests and blocks held lately, by number; `shared` are
+        the blocks that are active there already.
+        """
         added = [blocks] * len(self.ranks)
         for depth, mask in shared:
             for number in numbers_in(mask & self.mask):
                 added[self.positions[number]] -= depth
-        return added
+        tokens, held, requests, lately = map(self.take, columns)
+        return RankLoads(tokens, held, requests, added, lately)
 
 
 @frozen(eq=False)
@@ -68,16 +93,17 @@ class LoadField:
     """By number, as the next two."""
     decode_blocks: Sequence[int]
     requests: Sequence[int]
+    blocks_lately: Sequence[int]
 
     def columns(self) -> RankLoads:
         """The load of each of the ranks, in their order."""
-        chosen, take = self.chosen, self.chosen.take
-        added = chosen.added_blocks(self.blocks, self.shared)
-        return RankLoads(take(self.prefill_tokens), take(self.decode_blocks), take(self.requests), added)
+        columns = self.prefill_tokens, self.decode_blocks, self.requests, self.blocks_lately
+        return self.chosen.loads(self.blocks, self.shared, *columns)
 
     def load_of(self, number: int) -> Load:
         """The load of the rank with this number."""
-        return self.prefill_tokens[number], self.decode_blocks[number], self.requests[number]
+        held = self.decode_blocks[number]
+        return self.prefill_tokens[number], held, self.requests[number], self.blocks_lately[number]
 
 
 @define(eq=False)
@@ -97,8 +123,8 @@ class LoadOrder:
 
     def entries(self, present: Mapping[Load, object]) -> Sequence[tuple[float, Load]]:
         """Return each load that is present behind its weighted sum, the least first."""
-        tokens, blocks, requests = self.weights
-        changed = [(tokens * load[0] + blocks * load[1] + requests * load[2], load) for load in self._changed]
+        of = self.weights.of
+        changed = [(of(load), load) for load in self._changed]
         self._changed.clear()
         if len(changed) > len(self._sorted) // 2:
             gone = {load for _, load in changed if load not in present}

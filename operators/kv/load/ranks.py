@@ -131,8 +131,8 @@ class RankLoads:
     decode_blocks: Column
     requests: Column
     additional_blocks: Column
-    blocks_lately: Sequence[float] = ()
-    """The mean of `decode_blocks` over the last seconds, for the rule that reads it."""
+    blocks_lately: Column = ()
+    """The mean of `decode_blocks` over the last seconds, for the rule that reads it; zeros where it is not shown."""
 
     @classmethod
     def idle(cls, ranks: int, additional_blocks: int = 0) -> RankLoads:

@@ -2,8 +2,6 @@
 
 Source: dynamo lib/kv-router/src/sequences/multi_worker.rs, ActiveSequencesMultiWorker. Other than there a request
 is released by its object, which never releases a later one of the same id; freeing by id is for callers with only that.
-The figures of ranks are kept in one column per number: a selection reads them for hundreds of ranks, and a column is
-taken in one step.
 
 tracking_hashes: the names by which the blocks of a prompt are counted as active.
 
@@ -26,7 +24,8 @@ from ..errors import BookingError, DuplicateRequest, RequestNotFound, WorkerNotF
 from ..numbers import RankNumbers
 from ..types import RequestSettings, WorkerRank
 from .blocks import ActivePrefixes, HeldBlocks
-from .field import Chosen, Holders, Load, LoadField
+from .columns import LoadColumns
+from .field import Chosen, Holders, LoadField
 from .ranks import Column, PotentialLoad, RankLoad, RankLoads, Slot
 
 EXPIRY_S = 300.0
@@ -82,16 +81,11 @@ class ActiveSequences:
 
     expiry_s: float = EXPIRY_S
     numbers: RankNumbers = field(factory=RankNumbers)
-    """Those of the accounts: the places of their figures in the columns. Number 0 stays idle and stands for ranks
-    without an account."""
+    """Those of the accounts: the places of their figures in the columns."""
     _slots: dict[WorkerRank, Slot] = field(factory=dict, init=False)
-    _prefill_tokens: list[int] = field(factory=lambda: [0], init=False)
-    _decode_blocks: list[int] = field(factory=lambda: [0], init=False)
-    _requests: list[int] = field(factory=lambda: [0], init=False)
+    _columns: LoadColumns = field(factory=LoadColumns, init=False)
     _timed: dict[int, Slot] = field(factory=dict, init=False)
     """Those whose prompt tokens change by time alone."""
-    _holders: Holders | None = field(default=None, init=False)
-    """Made by the first search: where there are few ranks nothing searches."""
     _chosen: Chosen | None = field(default=None, init=False)
     _prefixes: ActivePrefixes = field(factory=ActivePrefixes, init=False)
     _bookings: dict[str, ActiveRequest] = field(factory=dict, init=False)
@@ -238,49 +232,45 @@ class ActiveSequences:
         """
         chosen = self._choose(ranks)
         self._keep_time(now_s)
-        added, take = chosen.added_blocks(len(hashes), self._prefixes.shared_blocks(hashes)), chosen.take
-        return RankLoads(take(self._prefill_tokens), take(self._decode_blocks), take(self._requests), added)
+        return self._columns.loads(chosen, len(hashes), self._prefixes.shared_blocks(hashes))
 
     def field(self, hashes: Sequence[int], ranks: Sequence[WorkerRank], now_s: float) -> LoadField:
         """What `project` returns, before it is written out rank by rank: for a search among many."""
         chosen = self._choose(ranks)
         self._keep_time(now_s)
-        return LoadField(
-            chosen,
-            len(hashes),
-            self._prefixes.shared_blocks(hashes),
-            self._prefill_tokens.copy(),
-            self._decode_blocks.copy(),
-            self._requests.copy(),
-        )
+        return self._columns.field(chosen, len(hashes), self._prefixes.shared_blocks(hashes))
+
+    def note_blocks_lately(self, now_s: float, *, shown: bool) -> None:
+        """Let the blocks that each rank holds now go into the mean of those it held lately.
+
+        The means show in the loads, in whole blocks, where `shown`, from now to the next call.
+        """
+        self._columns.note_blocks_lately((slot.number for slot in self._slots.values()), now_s, shown=shown)
 
     def holders(self) -> Holders:
         """Which ranks have which load now."""
-        if (holders := self._holders) is None:
-            holders = self._holders = Holders()
-            for slot in self._slots.values():
-                holders.add(self._load_of(slot.number), 1 << slot.number)
-        return holders
+        return self._columns.holders(slot.number for slot in self._slots.values())
 
     def prefill_tokens(self, ranks: Sequence[WorkerRank], now_s: float) -> Column:
         """That column of `project` alone."""
         chosen = self._choose(ranks)
         self._keep_time(now_s)
-        return chosen.take(self._prefill_tokens)
+        return chosen.take(self._columns.prefill_tokens)
 
     def each_prefill_tokens(self, ranks: Sequence[WorkerRank], now_s: float) -> Iterator[int]:
         """The same one by one, for a reader that mostly stops at the first. Read it before anything changes."""
         chosen = self._choose(ranks)
         self._keep_time(now_s)
-        return map(self._prefill_tokens.__getitem__, chosen.numbers)
+        return map(self._columns.prefill_tokens.__getitem__, chosen.numbers)
 
     def loads(self, now_s: float) -> list[RankLoad]:
         """What is in flight on every rank of `set_workers`. Changes nothing and may be called in any thread."""
+        columns = self._columns
         return [
             RankLoad(
                 slot.rank,
-                slot.prompts.tokens_at(now_s) if slot.number in self._timed else self._prefill_tokens[slot.number],
-                self._decode_blocks[slot.number],
+                slot.prompts.tokens_at(now_s) if slot.number in self._timed else columns.prefill_tokens[slot.number],
+                columns.decode_blocks[slot.number],
             )
             for slot in list(self._slots.values())
             if not slot.lazy
@@ -324,12 +314,9 @@ class ActiveSequences:
     def _open(self, rank: WorkerRank, *, lazy: bool) -> Slot:
         """Open an empty account for a rank that has none."""
         number = self.numbers.hold(rank)
-        for column in (self._prefill_tokens, self._decode_blocks, self._requests):
-            column += [0] * (number + 1 - len(column))
+        self._columns.open(number)
         self._chosen = None
-        slot = self._slots[rank] = Slot(rank, number, lazy)
-        if self._holders is not None:
-            self._holders.add(self._load_of(number), 1 << number)
+        self._slots[rank] = slot = Slot(rank, number, lazy)
         return slot
 
     def _close(self, slot: Slot) -> list[str]:
@@ -342,9 +329,7 @@ class ActiveSequences:
 
     def _give_up(self, slot: Slot) -> None:
         number = slot.number
-        self._write(number, 0, 0, 0)
-        if self._holders is not None:
-            self._holders.remove((0, 0, 0), 1 << number)
+        self._columns.close(number)
         self._timed.pop(number, None)
         self.numbers.let_go(number)
         self._chosen = None
@@ -358,25 +343,12 @@ class ActiveSequences:
         else:
             tokens = prompts.tokens
             self._timed.pop(number, None)
-        self._write(number, tokens, slot.blocks.active_blocks, len(slot.request_ids))
+        self._columns.write(number, tokens, slot.blocks.active_blocks, len(slot.request_ids))
 
     def _keep_time(self, now_s: float) -> None:
         """Bring the prompt tokens that decrease by time up to it."""
         for number, slot in self._timed.items():
-            tokens = slot.prompts.tokens_at(now_s)
-            self._write(number, tokens, self._decode_blocks[number], self._requests[number])
-
-    def _write(self, number: int, tokens: int, blocks: int, requests: int) -> None:
-        """Write the figures of one account."""
-        if (holders := self._holders) is not None:
-            before, after = self._load_of(number), (tokens, blocks, requests)
-            if before != after:
-                holders.remove(before, 1 << number)
-                holders.add(after, 1 << number)
-        self._prefill_tokens[number], self._decode_blocks[number], self._requests[number] = tokens, blocks, requests
-
-    def _load_of(self, number: int) -> Load:
-        return self._prefill_tokens[number], self._decode_blocks[number], self._requests[number]
+            self._columns.write(number, slot.prompts.tokens_at(now_s), slot.blocks.active_blocks, len(slot.request_ids))
 
     def _choose(self, ranks: Sequence[WorkerRank]) -> Chosen:
         """Find where the figures of these ranks stand. A pool gives the same tuple again and again."""

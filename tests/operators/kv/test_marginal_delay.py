@@ -14,7 +14,7 @@ from operators.kv.decision import Prompt
 from operators.kv.eligibility import Candidates
 from operators.kv.index import CandidateOverlap, Overlap
 from operators.kv.load import RankLoads
-from operators.kv.marginal import marginal_delays
+from operators.kv.marginal import marginal_delays, marginal_weights
 from operators.kv.pace import Pace
 from operators.kv.selection import WorkerType, costs, judge, select_worker
 from operators.kv.types import RequestSettings, WorkerRank
@@ -91,6 +91,22 @@ def test_more_prompts_in_flight_save_at_most_a_pass_that_pauses_answers(
 ) -> None:
     less, greater = found(prompt, [first, (first[0] + more, *first[1:])], pace)
     assert greater + 20 * first[3] * 1024 / max(1.0, pace.answer_tokens) >= less * (1 - 1e-12)
+
+
+@given(prompts, counts, st.booleans(), row, paces)
+def test_a_load_adds_at_least_its_weight(prompt: Prompt, added: int, is_cached: bool, one: Row, pace: Pace) -> None:
+    """So nothing that a search passes over because of its weight is the cheapest."""
+    in_flight, held, _, requests, cached, held_lately = one
+    load = in_flight, held if requests else 0, requests, round(held_lately)
+    cached = prompt.blocks if is_cached else cached
+    idle, busy = found(prompt, [(0, 0, added, 0, cached, 0), (*load[:2], added, requests, cached, load[3])], pace)
+    assert busy * (1 + 1e-9) >= idle + marginal_weights(prompt, pace).of(load)
+
+
+def test_without_a_prompt_to_compute_a_load_adds_its_weight_and_the_longer_pass() -> None:
+    prompt, pace = Prompt(64, 64), Pace(returns=5.0)
+    idle, busy = found(prompt, [(0, 0, 0, 0, 1, 0.0), (100, 300, 0, 2, 1, 900.0)], pace)
+    assert busy == pytest.approx(idle + marginal_weights(prompt, pace).of((100, 300, 2, 900)))
 
 
 def test_blocks_held_do_not_send_a_conversation_away_from_its_cache_as_they_do_by_cost() -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from itertools import permutations
-from math import exp, isfinite
+from math import isfinite
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.kv.pace import LATELY_S, LEAST, MOST_CONGESTION, MOST_RETURNS, PAUSE_WEIGHTS, UNOBSERVED, Pace, PaceMeter
+from operators.kv.pace import LEAST, MOST_CONGESTION, MOST_RETURNS, PAUSE_WEIGHTS, UNOBSERVED, Pace, PaceMeter
 from operators.kv.types import WorkerRank
 
 FAST, SLOW = WorkerRank(0), WorkerRank(1)
@@ -62,17 +62,6 @@ def test_a_prompt_that_is_cached_as_a_whole_returns_no_more_often_than_the_most(
     for _ in range(LEAST):
         meter.booked(0, 0, 5000)
     assert meter.pace(0.0).returns == MOST_RETURNS
-
-
-def test_the_blocks_held_lately_follow_those_held_now() -> None:
-    meter = PaceMeter()
-    assert meter.blocks_lately([FAST, SLOW], [100, 0], 0.0) == [0, 0]  # nothing was held before
-    first, _ = meter.blocks_lately([FAST, SLOW], [100, 0], LATELY_S)
-    assert first == pytest.approx(100 * (1 - exp(-1)))
-    assert meter.blocks_lately([FAST], [0], LATELY_S) == [first]
-    assert meter.blocks_lately([FAST], [0], 3 * LATELY_S) == pytest.approx([first * exp(-2)])
-    meter.forget(FAST.worker_id)
-    assert meter.blocks_lately([FAST], [9], 4 * LATELY_S) == [0]
 
 
 def test_answers_of_one_token_do_not_pause() -> None:

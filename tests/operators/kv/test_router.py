@@ -151,7 +151,7 @@ async def test_the_marginal_delay_goes_by_the_blocks_held_lately_also_among_many
         again.release()
     loads, now_s = router.loads, router.loads.now_s()
     ranks = tuple(WorkerRank(worker_id) for worker_id in range(1, 71))
-    seen = loads.with_blocks_lately(loads.sequences.project([], ranks, now_s), ranks, now_s)
+    seen = loads.sequences.project([], ranks, now_s)
     assert seen.decode_blocks[0] == 0
     assert seen.blocks_lately[0] > 1000 > max(seen.blocks_lately[1:])
     assert loads.pace(now_s).returns > 10

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from operators.kv import KvRouterConfig
 from operators.kv.errors import BookingError, DuplicateRequest, RequestNotFound, WorkerNotFound
 from operators.kv.load import ActiveRequest, ActiveSequences, MissingDuration, SequenceLoad, tracking_hashes
+from operators.kv.load.columns import LATELY_S
 from operators.kv.types import WorkerRank
 from pipeline.llm import block_hashes, sequence_hashes
 from pipeline.protocols import RouterConfigOverride
@@ -27,6 +28,26 @@ def totals(sequences: ActiveSequences, rank: WorkerRank = A, now_s: float = 0.0)
     """Blocks, prompt tokens and requests of a rank."""
     loads = sequences.project([], [rank], now_s)
     return loads.decode_blocks[0], loads.prefill_tokens[0], loads.requests[0]
+
+
+def test_the_blocks_held_lately_follow_those_held_now_and_show_where_they_count() -> None:
+    sequences = ActiveSequences()
+    sequences.set_workers({A.worker_id: range(1), B.worker_id: range(1)})
+
+    def lately(at_s: float, *, shown: bool = True) -> list[int]:
+        sequences.note_blocks_lately(at_s, shown=shown)
+        return list(sequences.project([], [B, A], at_s).blocks_lately)
+
+    booked = sequences.book("r", A, load(list(range(1000))), 5.0)
+    assert list(sequences.project([], [A], 5.0).blocks_lately) == [0]
+    assert lately(LATELY_S) == [0, round(1000 * (1 - math.exp(-1)))]
+    assert lately(LATELY_S) == [0, 632]
+    sequences.release(booked, LATELY_S)
+    assert lately(2 * LATELY_S, shown=False) == [0, 0]
+    assert lately(3 * LATELY_S) == [0, round(1000 * (1 - math.exp(-1)) * math.exp(-2))]
+    sequences.remove_worker(A.worker_id)
+    sequences.set_workers({A.worker_id: range(1), B.worker_id: range(1)})
+    assert lately(3.1 * LATELY_S) == [0, 0], "another worker may have come under the id"
 
 
 def test_shared_blocks_count_once_and_hints_add_up() -> None:
