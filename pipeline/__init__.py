@@ -32,7 +32,9 @@ from .errors import (
 from .graph import Segment, link
 from .operator import Operator, identity, map_request, map_response
 from .stage import Stage
+from .stream import Gate as Gate
 from .stream import ResponseStream
+from .stream import Take as Take
 from .stream import Watch as Watch
 
 __all__ = [

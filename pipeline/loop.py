@@ -215,6 +215,12 @@ class Wakeup:
         elif not waiting.done():  # a cancelled wait has left it behind
             waiting.set_result(None)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a task waits; on trio also if its wait was cancelled."""
+        waiting = self._waiting
+        return waiting is not None and (self._loop is None or not waiting.done())
+
     def wait(self) -> Awaitable[None]:
         """Return at the next `wake`. Await it at once; on asyncio it is the bare future, without a frame of its own."""
         if self._loop is None:

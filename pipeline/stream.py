@@ -38,6 +38,13 @@ F = TypeVar("F")
 Pipe: TypeAlias = "Callable[[Observable[A]], Observable[B]]"
 """A reactivex operator."""
 
+Take: TypeAlias = Callable[..., bool]
+"""Takes a plain item by its parts, on which the stages of a kind of stream agree: of tokens see `pipeline.wire`.
+
+Returns False if it has changed nothing and the item goes to the reader. Only a stage that has no stage below it which
+has changed something may do so. It must not wait; what it raises ends the stream as an error of its source.
+"""
+
 _ANEXT = "__anext__"
 
 
@@ -58,24 +65,31 @@ class ResponseStream(Generic[T_co]):
     iterable, `aclose` is awaited once, if it has one, on every way out, also unread.
     `owned`: closed or released on every way out, also if the generator was never started and its `finally` cannot run.
 
+    `relay`: see `feed`.
+
     A stream that owns no other stream is a source. If its items are always ready, it yields to the loop at intervals:
     see `pipeline.pace`.
     """
 
     # Reading an item costs no Python frame of the stream: the slot holds the generator's own bound method (measured: 15
     # ns instead of 55), or in a source that of its pace; closing replaces it. Type checkers see a method.
-    __slots__ = (_ANEXT, "__weakref__", "_closed", "_items", "_owned", "_pace", "context")
+    __slots__ = (_ANEXT, "__weakref__", "_closed", "_items", "_owned", "_pace", "_relay", "context")
 
     if TYPE_CHECKING:
 
         def __anext__(self) -> Awaitable[T_co]: ...
 
     def __init__(
-        self, items: AsyncIterable[T_co], context: Context[Any], *owned: ResponseStream[Any] | ReleaseOnce
+        self,
+        items: AsyncIterable[T_co],
+        context: Context[Any],
+        *owned: ResponseStream[Any] | ReleaseOnce,
+        relay: Callable[[Take], Take] | None = None,
     ) -> None:
         # The standard library's `isasyncgen` takes four times as long.
         self._items: Any = items if isinstance(items, AsyncGeneratorType) else _begun(_iterate(items))
         self._owned = owned
+        self._relay = relay
         self._closed = False
         self.context = context
         self._pace: Pace[T_co] | None = None
@@ -217,6 +231,19 @@ class ResponseStream(Generic[T_co]):
         """
         return ResponseStream(_watched(self, watch), self.context, self, watch.reservation)
 
+    def feed(self, take: Take, gate: Gate) -> bool:
+        """Call `take` with each plain item that comes while the reader waits, in place of waking its task.
+
+        A source that can do so calls it in a callback of the loop while the gate is open, with the parts of the item.
+        All other items, the end and errors go to the reader; each item goes one way, in order. A stage has a `relay`,
+        which returns what takes the items of the first stream it owns, given what takes its own. Return whether the
+        stream is fed; if not, nothing changes.
+        """
+        upstream = self._owned[0] if self._owned else None
+        if self._relay is None or not isinstance(upstream, ResponseStream):
+            return False
+        return upstream.feed(self._relay(take), gate)
+
     def _own(self, reservation: ReleaseOnce) -> None:
         """Release the reservation, too, on every way out."""
         self._owned = (*self._owned, reservation)
@@ -275,6 +302,15 @@ class ResponseStream(Generic[T_co]):
 
 _opened: Callable[[ResponseStream[Any]], object] | None = None
 """Called with each new stream; set by `pipeline.testing` to find streams that were never closed."""
+
+
+class Gate:
+    """Whether items may be taken without the reader, which opens and closes it: see `ResponseStream.feed`."""
+
+    __slots__ = ("is_open",)
+
+    def __init__(self) -> None:
+        self.is_open = True
 
 
 class Watch:

@@ -21,6 +21,7 @@ from pipeline import (
     Context,
     ContractViolation,
     ResponseStream,
+    Take,
     unless_killed,
 )
 from pipeline.protocols import (
@@ -211,6 +212,22 @@ class Attempts:
             tracker.begin_attempt(len(self.delivered))
 
     # -- items
+
+    def relay(self, take: Take) -> Take:
+        """Return what takes plain tokens of the first worker, as its reader does items."""
+        delivered = self.delivered
+        plain: Output | None = None
+
+        def take_token(token_id: int, index: int | None, *text: str) -> bool:
+            nonlocal plain
+            delivered.append(token_id)
+            if self.last is not plain or plain is None or plain.index != index:
+                plain = self.last = LLMEngineOutput([token_id], index=index)  # all plain ones of a choice are alike
+                if self.kind is None:
+                    self.kind = BackendOutput if text else LLMEngineOutput
+            return take(token_id, index, *text)
+
+        return take_token
 
     def check_kind(self, data: Any) -> type[Output]:
         """Return the class of the first output. Raise ContractViolation for an item without an engine's output."""

@@ -86,7 +86,7 @@ class Migration(Operator[PreprocessedRequest, Item, PreprocessedRequest, Item]):
         )
         stream = await attempts.next_stream()
         attempts.check_length()
-        return ResponseStream(_continued(attempts, stream), request, stream)
+        return ResponseStream(_continued(attempts, stream), request, stream, relay=attempts.relay)
 
     def _log_restriction(self, request: Context[PreprocessedRequest], reason: str) -> None:
         """Warn of the first request with this reason only: its client will send more of the kind."""
@@ -109,7 +109,7 @@ class Migration(Operator[PreprocessedRequest, Item, PreprocessedRequest, Item]):
 
 async def _continued(attempts: Attempts, stream: ResponseStream[Item]) -> AsyncGenerator[Item, None]:
     """The items of one stream after the other, until one ends by itself or no worker can go on."""
-    delivered, kind, last = attempts.delivered, attempts.kind, attempts.last
+    delivered, kind = attempts.delivered, attempts.kind
     following: ResponseStream[Item] | None = stream
     try:
         while following is not None:
@@ -126,7 +126,7 @@ async def _continued(attempts: Attempts, stream: ResponseStream[Item]) -> AsyncG
                             kind = attempts.check_kind(data)
                         if token_ids := data.token_ids:
                             delivered += token_ids
-                            last = data
+                            attempts.last = data
                             if data.worker_trace_link is not None:
                                 attempts.link = data.worker_trace_link
                         else:
@@ -134,7 +134,6 @@ async def _continued(attempts: Attempts, stream: ResponseStream[Item]) -> AsyncG
                     yield item
             except Exception as error:
                 broke = error
-            attempts.last = last
             following = None if broke is None else await attempts.resume(broke, stream)
     finally:
         attempts.check_length()

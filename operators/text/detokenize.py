@@ -14,7 +14,17 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from pipeline import Annotated, AnyContext, AsyncEngine, Context, ContractViolation, Operator, ResponseStream, to_error
+from pipeline import (
+    Annotated,
+    AnyContext,
+    AsyncEngine,
+    Context,
+    ContractViolation,
+    Operator,
+    ResponseStream,
+    Take,
+    to_error,
+)
 from pipeline.errors import CodecError
 from pipeline.foreign import foreign_errors, raise_if_ours
 from pipeline.protocols import (
@@ -109,6 +119,19 @@ class ChoiceDecoder:
             shown += text
         return shown
 
+    def step(self, token_id: int) -> str | None:
+        """The text of one token, as `feed` gives it; None, with nothing changed, if the token may end the choice."""
+        if self._matcher is not None or token_id in self._stop_ids:
+            return None
+        try:
+            text = self._decoder.step(token_id)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # of the tokenizer, which raises it again in the task of the request
+            return None
+        self._count += 1
+        return text
+
     def resume(self, held: str) -> None:
         """Takes over text that another decoder of this choice held back when its engine failed."""
         if self._matcher is not None:
@@ -179,7 +202,7 @@ class Detokenize(
             decoding = Decoding(self._tokenizer, request.payload)
         below = request.child(request.payload)
         stream = await next.generate(below)
-        return ResponseStream(_decode(stream, below, decoding), request, stream)
+        return ResponseStream(_decode(stream, below, decoding), request, stream, relay=decoding.relay)
 
 
 async def _decode(
@@ -276,6 +299,18 @@ class Decoding:
             output.routing_data,
         )
         return Annotated(chunk, item.id, None, item.comment, item.error)
+
+    def relay(self, take: Take) -> Take:
+        """Return what takes plain tokens, as `convert` does items; it refuses one that may end its choice."""
+        choices = self._choices
+
+        def take_token(token_id: int, index: int | None) -> bool:
+            place = index or 0
+            if place not in self._unfinished or (text := choices[place].step(token_id)) is None:
+                return False
+            return take(token_id, index, text)
+
+        return take_token
 
     def _finished(self, index: int, output: LLMEngineOutput, text: str) -> str:
         """Note that the choice ends with this item, by the engine or our rules. Return the text with what was held."""

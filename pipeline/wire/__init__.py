@@ -17,6 +17,7 @@ from .sse import DONE as DONE
 from .sse import SSEDecoder, SSEMessage, encode
 from .token_items import item_to_msgpack as item_to_msgpack
 from .token_items import items_reader as items_reader
+from .token_items import plain_reader as plain_reader
 from .token_items import ready_reader as ready_reader
 from .typed_records import record_reader as record_reader
 

@@ -103,6 +103,31 @@ def items_reader(kind: Any) -> Callable[[bytes], list[Any]]:
     return read_tokens
 
 
+PlainToken = tuple[int, int | None]
+"""A token's id and the index of its choice: all that a usual item of one token has. Behind the detokenizer a third part
+is its text. These are the parts by which token streams are fed: see `ResponseStream.feed`."""
+
+
+def plain_reader(kind: Any) -> Callable[[bytes], PlainToken | None] | None:
+    """Return the function that reads a list of one usual item with one token, and returns None for any other bytes.
+
+    None if items of this type are no tokens.
+    """
+    return _plain_token if kind == Annotated[LLMEngineOutput] else None
+
+
+def _plain_token(body: bytes) -> PlainToken | None:
+    try:
+        (item,) = typed_items(body)
+    except ValueError:
+        return None
+    output = item.data
+    token_ids = output.token_ids
+    if len(token_ids) != 1 or output.finish_reason is not None or output.completion_usage is not UNSET:
+        return None
+    return token_ids[0], output.index
+
+
 def ready_reader(kind: Any, join_max: int) -> Callable[[deque[bytes]], Ready]:
     """Return the function that removes the first of the lists that wait, and returns its items, as `items_reader`.
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from contextvars import copy_context
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import anyio
@@ -36,8 +38,12 @@ class SideTask(Protocol):
 
 
 def task_starter() -> Callable[[Work], SideTask]:
-    """Return the function that starts tasks in the running loop."""
-    return getattr(running_loop(), "create_task", None) or _TrioTask
+    """Return the function that starts tasks in the running loop; on asyncio in the context of the task that runs now.
+
+    What starts them may be a callback of another connection.
+    """
+    create_task = getattr(running_loop(), "create_task", None)
+    return _TrioTask if create_task is None else partial(create_task, context=copy_context())
 
 
 async def end(task: SideTask) -> None:

@@ -36,6 +36,11 @@ from .form import PLACE, AnswerForm, LogprobForm, UsageCount, around, encode, ev
 # -- chunks
 
 
+def token_output(token_id: int, index: int | None, text: str) -> BackendOutput:
+    """Return the output of one token and its text, and nothing else."""
+    return BackendOutput([token_id], [text or None], text or None, index=index)
+
+
 class Chunks(ABC):
     """Renders the items of one answer."""
 
@@ -62,6 +67,13 @@ class Chunks(ABC):
                 before, after = self._around[index] = around(self._finished(self._chunk([self._text_choice(index)])))
                 return before + encode(text) + after
         return self._whole(output, index)
+
+    def token_frame(self, token_id: int, index: int | None, text: str, prompt: int) -> bytes | None:
+        """Return the event of an item of one token and its text, and nothing else, as `frame` does."""
+        around_text = self._around.get(prompt * self._choices_per_prompt + (index or 0))
+        if around_text is not None and text:
+            return around_text[0] + encode(text) + around_text[1]
+        return self.frame(token_output(token_id, index, text), prompt)
 
     def usage_frame(self) -> bytes:
         """Return the event after the last chunk, with the usage and no choices."""

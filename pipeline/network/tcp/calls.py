@@ -1,18 +1,19 @@
-"""The caller's side: calls over one connection, and the streams that come back.
+"""The caller's side: a call over a connection, and the stream that comes back.
 
     generate ──► CALL             ◄── BEGUN: the stream is there      or ERROR: `generate` raises it
     read     ──► CREDIT           ◄── ITEMS, then END                 or ERROR: the read raises it
     stop, kill, close ──► STOP, KILL, CLOSE
 
 Items are decoded when they are read, so what waits for a slow reader stays bytes, within the window of its stream.
-Tokens that wait together are read as one item. What the router wants to know of a stream, its failure and its end, is
+Tokens that wait together are read as one item; a token that comes alone while its reader waits may be taken without
+waking it: see `ResponseStream.feed`. What the router wants to know of a stream, its failure and its end, is
 called from here: see `RemoteStream`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from pipeline import (
@@ -21,117 +22,28 @@ from pipeline import (
     CannotConnect,
     Context,
     Disconnected,
+    Gate,
     PenstockError,
     ReleaseOnce,
     ResponseStream,
     State,
+    Take,
+    Watch,
 )
 from pipeline.errors import InvalidMessage, MessageTooLarge, TransportError
 from pipeline.loop import Wakeup
 from pipeline.telemetry import inject
 from pipeline.wire import to_msgpack, to_plain
 
-from ...stream import Watch
 from ..names import Instance
 from . import framing
-from .connection import Connection
-from .framing import Handler
-from .messages import CallHead, read
+from .caller import CallerConnection
+from .items import ItemReader
+from .messages import CallHead
 from .parts import PART_BYTES, SentBody
-from .shared import Shared
 
-Decode = Callable[[deque[bytes]], tuple[list[Any], int, int]]
-"""Removes the first of the frames that wait, or several. Returns items, how many the frames had, and their bytes."""
-
-_STREAMS_MAX = 2**31
-"""Calls over one connection; then another is made."""
-
-
-class CallerConnection(Connection):
-    """A connection that this process has made. `on_lost` is called once, when no more calls can be made over it."""
-
-    is_caller = True
-
-    def __init__(
-        self,
-        shared: Shared,
-        on_end: Callable[[Connection], object],
-        on_lost: Callable[[CallerConnection], object],
-    ) -> None:
-        super().__init__(shared, on_end)
-        self._on_lost = on_lost
-        self._calls: dict[int, RemoteCall] = {}
-        self._last_stream = 0
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether new calls may be made over it."""
-        return self.is_open and self._last_stream < _STREAMS_MAX
-
-    @property
-    def calls(self) -> int:
-        """Calls that have not ended."""
-        return len(self._calls)
-
-    def add(self, call: RemoteCall) -> int:
-        """Return the number of a new stream, whose frames the call gets."""
-        self._last_stream += 1
-        self._calls[self._last_stream] = call
-        return self._last_stream
-
-    def remove(self, stream: int) -> None:
-        """Drop what may still come for the stream."""
-        self._calls.pop(stream, None)
-        self._parts_in.drop(stream)
-
-    def _ended(self, reason: TransportError) -> None:
-        self._on_lost(self)
-        calls, self._calls = self._calls, {}
-        for call in calls.values():
-            call.on_lost(reason)
-
-    def _stream_handlers(self) -> Mapping[int, Handler]:
-        return {
-            framing.BEGUN: self._on_begun,
-            framing.ITEMS: self._on_items,
-            framing.PART: self._on_part,
-            framing.END: self._on_end_of_stream,
-            framing.ERROR: self._on_error,
-        }
-
-    def _call(self, stream: int) -> RemoteCall | None:
-        """Return the call with this stream; None if it has ended here."""
-        if (call := self._calls.get(stream)) is None and not 0 < stream <= self._last_stream:
-            raise InvalidMessage(f"a frame of stream {stream}, which was never opened")
-        return call
-
-    def _on_begun(self, stream: int, body: bytes) -> None:
-        if (call := self._call(stream)) is not None:
-            call.on_begun()
-
-    def _on_items(self, stream: int, body: bytes) -> None:
-        call = self._calls.get(stream)
-        if call is not None or (call := self._call(stream)) is not None:
-            call.on_items(body)
-
-    def _on_part(self, stream: int, part: bytes) -> None:
-        if (call := self._call(stream)) is not None and (body := self._parts_in.take(stream, part)) is not None:
-            call.on_items(body)
-
-    def _on_end_of_stream(self, stream: int, body: bytes) -> None:
-        if (call := self._call(stream)) is not None:
-            if stream in self._parts_in:
-                raise InvalidMessage("a stream ended within an item")
-            self.remove(stream)
-            call.on_end(None)
-
-    def _on_error(self, stream: int, body: bytes) -> None:
-        if stream == 0:
-            self._on_refusal(stream, body)
-        elif (call := self._call(stream)) is not None:
-            error = read(body, PenstockError)
-            self.remove(stream)
-            call.on_end(error)
+_SHUT = Gate()
+_SHUT.is_open = False
 
 
 class RemoteStream(ResponseStream[Any]):
@@ -151,21 +63,27 @@ class RemoteStream(ResponseStream[Any]):
         self._own(watch.reservation)
         return self
 
+    def feed(self, take: Take, gate: Gate) -> bool:
+        """See `ResponseStream`."""
+        return self._call.feed(take, gate)
+
 
 class RemoteCall:
     """One call: made in the task that calls, then fed by its connection and read by one reader."""
 
     __slots__ = (
-        "_bodies", "_bytes", "_bytes_max", "_connection", "_decode", "_error", "_forget", "_grant_bytes",
-        "_grant_items", "_has_begun", "_instance", "_is_over", "_items", "_items_max", "_read_bytes", "_read_items",
-        "_sending", "_stream", "_wakeup", "request", "watch",
+        "_bodies", "_bytes", "_bytes_max", "_connection", "_error", "_forget", "_gate", "_grant_bytes",
+        "_grant_items", "_has_begun", "_instance", "_is_due", "_is_over", "_items", "_items_max", "_plain",
+        "_read_bytes", "_read_items", "_reader", "_sending", "_stream", "_take", "_wakeup", "request", "watch",
     )  # fmt: skip
 
-    def __init__(self, connection: CallerConnection, instance: Instance, request: Context[Any], decode: Decode) -> None:
+    def __init__(
+        self, connection: CallerConnection, instance: Instance, request: Context[Any], reader: ItemReader
+    ) -> None:
         self._connection = connection
         self._instance = instance
         self.request = request
-        self._decode = decode
+        self._reader = reader
         self._wakeup = Wakeup()
         self._bodies: deque[bytes] = deque()
         self._items = self._bytes = 0
@@ -178,11 +96,16 @@ class RemoteCall:
         """Read and not yet given back."""
         self._grant_items, self._grant_bytes = (options.window_items + 1) // 2, (options.window_bytes + 1) // 2
         self._has_begun = self._is_over = False
-        self._error: PenstockError | None = None
+        self._error: Exception | None = None
         self._stream = 0
         self._sending: SentBody | None = None
         self._forget: tuple[Callable[[], None], ...] = ()
         self.watch: Watch | None = None
+        self._take: Take | None = None
+        """Takes a plain item while the gate is open, if the call is fed."""
+        self._gate = _SHUT
+        self._is_due = False
+        """Whether `deliver` is to be called."""
 
     # -- calling
 
@@ -290,7 +213,8 @@ class RemoteCall:
         self._has_begun = True
         self._wakeup.wake()
 
-    def on_items(self, body: bytes) -> None:
+    def on_items(self, body: bytes) -> bool:
+        """Take a list of items. Return whether to call `deliver` when all that came with it was handled."""
         first = body[0]
         count = first & 0x0F if first & 0xF0 == 0x90 else framing.list_length(body)
         self._items += count
@@ -298,6 +222,37 @@ class RemoteCall:
         if not self._has_begun or not count or self._items > self._items_max or self._bytes > self._bytes_max:
             raise InvalidMessage("items outside of their stream's window")
         self._bodies.append(body)
+        if self._take is None:
+            self._wakeup.wake()
+            return False
+        was_due, self._is_due = self._is_due, True
+        return not was_due
+
+    def deliver(self) -> None:
+        """Have a plain item taken if it came alone and the reader waits; else wake the reader."""
+        self._is_due = False
+        bodies, take = self._bodies, self._take
+        if len(bodies) == 1 and take is not None and self._gate.is_open and self._wakeup.is_awaited:
+            body = bodies[0]
+            if self.request.control.state is not State.KILLED and (parts := self._plain(body)) is not None:
+                try:
+                    is_taken = take(*parts)
+                except Exception as error:
+                    self._fail(error)
+                    return
+                if is_taken:
+                    if bodies:  # none after a kill
+                        bodies.popleft()
+                    self._count_read(1, len(body))
+                    return
+        if bodies:
+            self._wakeup.wake()
+
+    def _fail(self, error: Exception) -> None:
+        """End the call, because a stage that takes its items failed."""
+        self._leave(framing.CLOSE)
+        self._bodies.clear()
+        self._error = error
         self._wakeup.wake()
 
     def on_end(self, error: PenstockError | None) -> None:
@@ -316,8 +271,15 @@ class RemoteCall:
 
     # -- reading
 
+    def feed(self, take: Take, gate: Gate) -> bool:
+        """Have plain items taken without the reader from now on. Return whether the items may be plain."""
+        if self._reader.plain is None:
+            return False
+        self._take, self._gate, self._plain = take, gate, self._reader.plain
+        return True
+
     async def read(self, released: ReleaseOnce) -> AsyncGenerator[Any, None]:
-        control, bodies, decode = self.request.control, self._bodies, self._decode
+        control, bodies, decode = self.request.control, self._bodies, self._reader.ready
         watch = self.watch
         try:
             while True:
@@ -332,10 +294,7 @@ class RemoteCall:
                         yield item
                         if control.state is State.KILLED:
                             return
-                    self._read_items += count
-                    self._read_bytes += size_bytes
-                    if self._read_items >= self._grant_items or self._read_bytes >= self._grant_bytes:
-                        self._give_credit()
+                    self._count_read(count, size_bytes)
                 if self._is_over:
                     self._raise_the_end()
                     return
@@ -358,9 +317,11 @@ class RemoteCall:
             return
         raise self._error
 
-    def _give_credit(self) -> None:
-        """Let the worker send as many more as were read."""
-        if not self._is_over:
+    def _count_read(self, items: int, size_bytes: int) -> None:
+        """Let the worker send as many more as were read, once these are half of its window."""
+        self._read_items += items
+        self._read_bytes += size_bytes
+        if (self._read_items >= self._grant_items or self._read_bytes >= self._grant_bytes) and not self._is_over:
             self._items -= self._read_items
             self._bytes -= self._read_bytes
             self._connection.send(framing.CREDIT, self._stream, to_msgpack([self._read_items, self._read_bytes]))

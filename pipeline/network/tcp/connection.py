@@ -85,6 +85,9 @@ class Connection(LinkHandler):
     def _stream_handlers(self) -> Mapping[int, Handler]:
         """Return what is called with frames of each kind."""
 
+    def _handled(self) -> None:
+        """Called when all frames of one read were handled."""
+
     def _gather(self, out: list[bytes]) -> None:
         """Add the frames of what has come together since the last output."""
 
@@ -240,6 +243,7 @@ class Connection(LinkHandler):
             return
         try:
             self._reader.feed(data)
+            self._handled()
         except CodecError as error:
             self.fail(error)
         except Exception as error:  # a fault of this process must not end its loop

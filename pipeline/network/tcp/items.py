@@ -6,8 +6,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, ForwardRef, TypeVar
 
+from attrs import frozen
+
 from pipeline import AsyncEngine, InvalidArgument
-from pipeline.wire import is_readable, ready_reader
+from pipeline.wire import is_readable, plain_reader, ready_reader
 
 from ...signatures import Signature, type_text
 
@@ -17,12 +19,20 @@ def payload_type(engine: AsyncEngine[Any, Any]) -> Any:
     return _checked(Signature.of(engine, AsyncEngine).takes)
 
 
-def item_reader(item_type: Any, join_max: int) -> Callable[[deque[bytes]], tuple[list[Any], int, int]]:
-    """Return the function that takes the frames that wait and reads items of this type: see `pipeline.wire`.
+@frozen
+class ItemReader:
+    """Reads items of one type: see `pipeline.wire`."""
 
-    Raise InvalidArgument if bytes cannot be read as the type.
-    """
-    return ready_reader(_checked(item_type), join_max)
+    ready: Callable[[deque[bytes]], tuple[list[Any], int, int]]
+    """Removes the first of the frames that wait, or several. Returns items, how many these had, and their bytes."""
+    plain: Callable[[bytes], tuple[Any, ...] | None] | None
+    """Returns the parts of a lone plain item; None for any other frame."""
+
+
+def item_reader(item_type: Any, join_max: int) -> ItemReader:
+    """Return the reader of items of this type. Raise InvalidArgument if bytes cannot be read as the type."""
+    kind = _checked(item_type)
+    return ItemReader(ready_reader(kind, join_max), plain_reader(kind))
 
 
 def _checked(kind: Any) -> Any:

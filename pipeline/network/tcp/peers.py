@@ -21,7 +21,7 @@ from pipeline.rx import Disposable, DisposableBase
 
 from ..names import Instance
 from ..requests import Connectivity, KeptConnection
-from .calls import CallerConnection
+from .caller import CallerConnection
 from .connection import Connection
 from .links import Address, Network
 from .machine import machine_id

@@ -22,9 +22,9 @@ from pipeline.rx import AnyIOScheduler
 from ..log_limit import LogLimit
 from ..names import Instance
 from ..requests import CallMeter, KeptConnection, RequestPlane, Serving
-from .calls import Decode, RemoteCall
+from .calls import RemoteCall
 from .connection import Connection
-from .items import item_reader, payload_type
+from .items import ItemReader, item_reader, payload_type
 from .links import Address, Listener, Network
 from .machine import machine_id
 from .messages import CallHead
@@ -182,10 +182,10 @@ def _is_local(host: str) -> bool:
 class _RemoteEngine(AsyncEngine[Any, Any]):
     """One instance, as an engine for its callers."""
 
-    def __init__(self, outgoing: Outgoing, instance: Instance, decode: Decode) -> None:
+    def __init__(self, outgoing: Outgoing, instance: Instance, reader: ItemReader) -> None:
         self._outgoing = outgoing
         self._instance = instance
-        self._decode = decode
+        self._reader = reader
         self._peer: Peer | None = None
 
     def __str__(self) -> str:
@@ -199,4 +199,4 @@ class _RemoteEngine(AsyncEngine[Any, Any]):
             peer = self._peer = self._outgoing.peer(self._instance)
             if (connection := peer.connection) is None:
                 connection = await unless_killed(peer.connect(), request)
-        return await RemoteCall(connection, self._instance, request, self._decode).begin()
+        return await RemoteCall(connection, self._instance, request, self._reader).begin()

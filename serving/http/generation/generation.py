@@ -26,9 +26,10 @@ from pipeline import (
     Context,
     Disconnected,
     EngineShutdown,
-    PenstockError,
+    Gate,
     ResponseTimeout,
     StreamIncomplete,
+    Take,
     Unavailable,
     to_error,
 )
@@ -95,7 +96,7 @@ class Generation:
     """Streams that are read now."""
     _waiting: int = field(init=False, default=0)
     """Of these, streams that wait for the client."""
-    _cut: PenstockError | None = field(init=False, default=None)
+    _cut: Exception | None = field(init=False, default=None)
     _reply: Reply | None = field(init=False, default=None)
     _watcher: SideTask | None = field(init=False, default=None)
     _watcher_failure: Exception | None = field(init=False, default=None)
@@ -206,7 +207,7 @@ class Generation:
 
     async def _read(self, context: Context[OpenAIRequest], prompt: int, reply: Reply) -> None:
         """Read one prompt's stream. Raise what a stage raises, even if it is no Exception: see `_lost_request`."""
-        leading, begun, finished = 0, False, False
+        leading, begun, finished, gate = 0, False, False, Gate()
         self._readers += 1
         async with await self.graph.generate(context) as stream:
             if (prompt_tokens := context.registry.get_optional(PROMPT_TOKENS, int)) is not None:
@@ -214,7 +215,7 @@ class Generation:
             self.meter.add_tracker(tracker_of(context))
             async for item in stream:
                 self.items += 1
-                full = False
+                full, gate.is_open = False, True
                 if item.event is not None:
                     _raise_error(item)
                     full = reply.annotate(item)
@@ -232,12 +233,30 @@ class Generation:
                 if not begun and (output is not None or leading > LEADING_ANNOTATIONS_MAX):
                     begun = True
                     reply.begin()
+                    stream.feed(self._token_taker(prompt, reply, gate), gate)
                 if full and begun:
                     await self._wait_for_client(reply)
         self._readers -= 1
         self.finished = self.finished or finished
         if not finished:
             self._raise_short_end(context, begun=begun)
+
+    def _token_taker(self, prompt: int, reply: Reply, gate: Gate) -> Take:
+        """Return what takes the plain tokens of a prompt while `_read` waits, as `_read` does items."""
+        meter, usage = self.meter, self.usage
+
+        def take(token_id: int, index: int | None, text: str = "") -> bool:
+            self.items += 1
+            try:
+                meter.add_tokens(1)
+                usage.completion_tokens += 1
+                if reply.take_token(token_id, index, text, prompt):
+                    gate.is_open = False  # the reader, which gets the next item, can wait for the client
+            except Exception as error:
+                self._end_early(error)
+            return True
+
+        return take
 
     def _raise_short_end(self, context: Context[OpenAIRequest], *, begun: bool) -> None:
         """Raise the known reason why a stream ended without a finish reason, if there is one."""
@@ -308,7 +327,7 @@ class Generation:
         if self._reply is not None:
             self._reply.abandon()
 
-    def _end_early(self, reason: PenstockError) -> None:
+    def _end_early(self, reason: Exception) -> None:
         """Kill the request, which then fails with this error, unless it ends already."""
         if self._cut is None and not self.client_gone and not self.is_complete:
             self._cut = reason

@@ -23,7 +23,7 @@ from pipeline.loop import Wakeup, clock
 from pipeline.protocols import BackendOutput
 from pipeline.wire import DONE, encode
 
-from ...openai import Answer, Chunks
+from ...openai import Answer, Chunks, token_output
 from ...problems import Refusal, explain
 from ..request import JSON_HEADERS, Headers, PartWriter
 from ..side_task import TIMER_ERROR_S, SideTask, Work, call_later, end
@@ -267,6 +267,10 @@ class Reply(ReplyWriter, ABC):
     def take(self, output: BackendOutput, prompt: int) -> bool:
         """Add an item of that prompt. Return whether to await `room` before the next one."""
 
+    def take_token(self, token_id: int, index: int | None, text: str, prompt: int) -> bool:
+        """Add an item of one token and its text, and nothing else. Return as `take` does."""
+        return self.take(token_output(token_id, index, text), prompt)
+
     @abstractmethod
     def annotate(self, item: Annotated[Any]) -> bool:
         """Add the event and comments of an item, without its data. Return as `take` does."""
@@ -293,6 +297,10 @@ class StreamedReply(Reply):
 
     def take(self, output: BackendOutput, prompt: int) -> bool:
         frame = self._chunks.frame(output, prompt)
+        return frame is not None and self.put(frame)
+
+    def take_token(self, token_id: int, index: int | None, text: str, prompt: int) -> bool:
+        frame = self._chunks.token_frame(token_id, index, text, prompt)
         return frame is not None and self.put(frame)
 
     def annotate(self, item: Annotated[Any]) -> bool:

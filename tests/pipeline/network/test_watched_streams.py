@@ -8,26 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from pipeline import Annotated, Context, Disconnected, ReleaseOnce, ResponseStream, Watch
+from pipeline import Annotated, Context, Disconnected, ResponseStream
 from pipeline.testing import Fail, OpenStreams, ScriptedEngine, Stall
-from tests.pipeline.network.worlds import WHERE, WORLDS, WorldKind, eventually, two_runtimes
+from tests.pipeline.network.worlds import WHERE, WORLDS, Noted, WorldKind, eventually, two_runtimes
 
 FIRST, SECOND = Annotated(1), Annotated(2)
 EVENT = Annotated[Any](event="note", comment=["x"])
 ERROR: Annotated[Any] = Annotated.from_error(Disconnected("in an item"))
-
-
-class Noted(Watch):
-    """Writes down what it sees."""
-
-    __slots__ = ("seen",)
-
-    def __init__(self, seen: list[str]) -> None:
-        super().__init__(ReleaseOnce(seen.append, "released"))
-        self.seen = seen
-
-    def on_failure(self, error: Exception) -> None:
-        self.seen.append(f"failed: {error}")
 
 
 @pytest.fixture(params=WORLDS)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import anyio
 from attrs import frozen
 
-from pipeline import AsyncEngine
+from pipeline import AsyncEngine, ReleaseOnce, Watch
 from pipeline.network import EventPlane, Runtime, Workers
 from pipeline.network.discovery import Change, Put, Store, Written
 from pipeline.network.files import FileStore
@@ -93,6 +93,19 @@ def engine_of(*items: Any) -> AsyncEngine[Any, Any]:
 def card(name: str) -> ModelDeploymentCard:
     """Return a model card."""
     return ModelDeploymentCard.named(name, kv_cache_block_size=16)
+
+
+class Noted(Watch):
+    """Writes down what it sees."""
+
+    __slots__ = ("seen",)
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__(ReleaseOnce(seen.append, "released"))
+        self.seen = seen
+
+    def on_failure(self, error: Exception) -> None:
+        self.seen.append(f"failed: {error}")
 
 
 def watchers(runtime: Runtime) -> int:

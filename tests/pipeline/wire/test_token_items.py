@@ -16,7 +16,15 @@ from pipeline import Annotated, Disconnected
 from pipeline.errors import CodecError, InvalidArgument
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput
 from pipeline.protocols.usage import CompletionTokensDetails, PromptTokensDetails
-from pipeline.wire import from_msgpack, item_to_msgpack, items_reader, ready_reader, to_msgpack, token_items
+from pipeline.wire import (
+    from_msgpack,
+    item_to_msgpack,
+    items_reader,
+    plain_reader,
+    ready_reader,
+    to_msgpack,
+    token_items,
+)
 
 KIND: Any = Annotated[LLMEngineOutput]
 
@@ -116,6 +124,32 @@ def test_the_first_and_the_last_item_take_a_short_way_too(monkeypatch: pytest.Mo
     assert read(body) == [first, Annotated(LLMEngineOutput([8])), last]
     assert read(one) == [last]
     assert item_to_msgpack(last) == one[1:]
+
+
+@given(st.lists(items, max_size=2))
+def test_a_plain_token_is_a_lone_usual_item_of_one_token(given_items: list[Any]) -> None:
+    read = plain_reader(KIND)
+    assert read is not None
+    found = read(to_msgpack([*map(_plain, given_items)]))
+    if found is not None:
+        assert given_items == [Annotated(LLMEngineOutput([found[0]], index=found[1]))]
+    elif len(given_items) == 1 and type(output := given_items[0].data) is LLMEngineOutput:
+        assert given_items != [Annotated(LLMEngineOutput(output.token_ids, index=output.index))] or (
+            len(output.token_ids) != 1 or not all(0 <= n < 2**32 for n in (*output.token_ids, output.index or 0))
+        )
+
+
+def test_changed_bytes_of_a_plain_token_are_read_by_the_general_codec_or_are_the_same_token() -> None:
+    read, one = plain_reader(KIND), to_msgpack([_plain(Annotated(LLMEngineOutput([300], index=3)))])
+    assert read is not None
+    for at in range(len(one)):
+        for byte in range(256):
+            if (found := read(changed := one[:at] + bytes([byte]) + one[at + 1 :])) is not None:
+                assert from_msgpack(changed, list[KIND]) == [Annotated(LLMEngineOutput([found[0]], index=found[1]))]
+
+
+def test_only_tokens_are_plain() -> None:
+    assert plain_reader(Any) is plain_reader(int) is plain_reader(Annotated[int]) is None
 
 
 @pytest.mark.parametrize("key", [b"token_ids", b"index", b"data"])

@@ -57,6 +57,21 @@ def test_the_fast_way_gives_the_chunks_of_the_long_way(make: Any, items: list[Ba
     assert rendered(make, form, items) == slow
 
 
+texts = st.lists(st.tuples(st.integers(0, 9), st.none() | st.integers(0, 2), st.text(max_size=4)), max_size=12)
+
+
+@pytest.mark.parametrize("make", [ChatChunks, CompletionChunks])
+@given(
+    tokens=texts, prompt=st.integers(0, 1), extra=st.sampled_from([frozenset(), frozenset({"completion_token_ids"})])
+)
+def test_a_token_gives_the_bytes_of_its_item(make: Any, tokens: list[Any], prompt: int, extra: frozenset[str]) -> None:
+    form = evolve(FORM, prompts=2, choices_per_prompt=3, extra_fields=extra)
+    by_token, by_item = make(form, UsageCount(2)), make(form, UsageCount(2))
+    for token_id, index, text in tokens:
+        item = BackendOutput([token_id], [text or None], text or None, index=index)
+        assert by_token.token_frame(token_id, index, text, prompt) == by_item.frame(item, prompt)
+
+
 @pytest.mark.parametrize("make", [ChatChunks, CompletionChunks])
 @given(items=outputs)
 def test_every_chunk_is_one_of_openai(make: Any, items: list[BackendOutput]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from contextvars import ContextVar
 from typing import Any
 
 import anyio
@@ -139,6 +140,21 @@ async def test_an_answer_that_waits_has_no_task_of_its_own() -> None:
         await anyio.wait_all_tasks_blocked()
     assert started == 3
     assert client.writes == [b"x"] * 3
+
+
+async def test_a_task_that_another_connection_starts_has_the_context_of_its_request(anyio_backend_name: str) -> None:
+    """On trio a system task has none of a request."""
+    of_request, seen = ContextVar("of_request", default="none"), list[str]()
+
+    async def work() -> None:
+        seen.append(of_request.get())
+
+    of_request.set("this")
+    start = task_starter()
+    of_request.set("another")
+    start(work())
+    await anyio.wait_all_tasks_blocked()
+    assert seen == ["this" if anyio_backend_name == "asyncio" else "none"]
 
 
 async def test_closing_ends_a_write_that_is_under_way() -> None:
