@@ -111,7 +111,7 @@ class Problem:
         if self.retry_after_s is not None:
             headers.append((b"retry-after", str(self.retry_after_s).encode()))
         if (exceeded := self.exceeded) is not None:
-            text = f"{exceeded.name}; value={exceeded.value:g}; threshold={exceeded.threshold:g}"
+            text = f"{exceeded.name}; value={exceeded.value:.15g}; threshold={exceeded.threshold:.15g}"
             headers.append((LIMIT_HEADER, text.encode("latin-1", "replace")))
         return headers
 

@@ -108,5 +108,5 @@ def sent_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 def _refusal(too_fast: TooFast | None) -> Problem | None:
     if too_fast is None:
         return None
-    text = f"This key may use {too_fast.threshold:g} {too_fast.name.replace('_', ' ')}"
+    text = f"This key may use {too_fast.threshold:.15g} {too_fast.name.replace('_', ' ')}"
     return Problem(429, text, "overload", retry_after_s=too_fast.retry_after_s, exceeded=too_fast.exceeded)

@@ -239,7 +239,7 @@ def _fields(schema: Schema) -> Iterator[str]:
 def _limit_table(document: Schema) -> Iterator[str]:
     yield "<h2>Limits</h2>"
     rows = [
-        [_code(name), escape(f"{each['value']:g}"), escape(each["description"])]
+        [_code(name), escape(f"{each['value']:.15g}"), escape(each["description"])]
         for name, each in document["x-limits"].items()
     ]
     yield _table(["limit", "value", "what it bounds"], rows)

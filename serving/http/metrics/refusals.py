@@ -77,7 +77,7 @@ class Refusals:
             left_out=left_out or None,
         )
         more = f"; {left_out} more since the last message" if left_out else ""
-        text = "refused with %d by %s: %g, at most %g, from %s%s"
+        text = "refused with %d by %s: %.15g, at most %.15g, from %s%s"
         place = (problem.status, exceeded.name, exceeded.value, exceeded.threshold, caller or "an unknown client", more)
         _log.warning(text, *place, extra=fields)
 

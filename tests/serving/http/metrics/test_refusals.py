@@ -71,6 +71,16 @@ def test_a_refusal_names_its_limit_in_metric_and_message(telemetry: Telemetry, w
     }
 
 
+@pytest.mark.parametrize("value", [2_129_920, 5_000_000, 0.125])
+def test_figures_are_written_as_they_are(telemetry: Telemetry, written: Lines, value: float) -> None:
+    """Of a long prompt the message had 2.12992e+06 tokens."""
+    problem = evolve(PROBLEM, exceeded=ExceededLimit("max_prompt_tokens", value, 2_097_152))
+    telemetry.refusals.report(problem, "r1", "10.0.0.1")
+    assert f" max_prompt_tokens: {value}, at most 2097152, from " in written()[0]["message"]
+    text = f"max_prompt_tokens; value={value}; threshold=2097152"
+    assert problem.headers() == [(b"x-penstock-limit", text.encode())]
+
+
 def test_what_no_limit_refused_is_passed_over(telemetry: Telemetry, written: Lines) -> None:
     telemetry.refusals.report(evolve(PROBLEM, exceeded=None), "r1", "10.0.0.1")
     assert (counted(telemetry), written()) == ({}, [])
