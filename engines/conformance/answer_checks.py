@@ -94,6 +94,19 @@ def _has_left_over(first: Outcome, second: Outcome) -> bool:
     return False
 
 
+async def learn_longest(trial: Trial) -> None:
+    """How many tokens the long request may have: an engine may refuse more than it has. Raises TokensLeftOver."""
+    while trial.long_tokens > trial.natural.length:
+        try:
+            async with trial.answer(long=True, is_begun=True):
+                break
+        except ConformanceFailure as failure:
+            if not failure.is_refusal:
+                break  # the checks that follow find it, too
+            trial.long_tokens = max(trial.natural.length, trial.long_tokens // 2)
+    await check_nothing_left_over(trial, "behind a closed one")
+
+
 async def learn_beginning(trial: Trial) -> None:
     """How the answer to the long request begins. Raises TokensLeftOver, and what is wrong with a stream."""
     if not trial.is_steady:
@@ -255,7 +268,11 @@ async def check_max_tokens(trial: Trial) -> None:
     for limit in (*_FEW, natural + _MORE):
         if not _may_ask(trial, limit):
             continue
-        answer = await _limited(trial, max_tokens=limit)
+        answer = await _unless_refused(trial, max_tokens=limit)
+        if answer is None and limit > natural:
+            continue
+        if answer is None:
+            raise failed("MaxTokensIgnored", f"with max_tokens={limit} the request is refused")
         _expect_within(answer, trial, limit, limit if trial.is_steady and limit <= natural else 0)
         if trial.is_steady and limit < natural and any(reason != FinishReason.LENGTH for reason in answer.reasons):
             raise failed("LimitNotNamed", f"of {natural} tokens max_tokens={limit} left {Outcome.of(answer)}")
@@ -333,7 +350,9 @@ async def _natural_end(trial: Trial) -> int | None:
     more = trial.room(natural + _FAR, trial.request)
     if more <= natural or not _may_ask(trial, more):
         return None
-    answer = Outcome.of(await _limited(trial, max_tokens=more))
+    if (found := await _unless_refused(trial, max_tokens=more)) is None:
+        return None
+    answer = Outcome.of(found)
     return None if answer.is_limited and answer.length < more else answer.length
 
 

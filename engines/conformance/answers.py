@@ -114,6 +114,8 @@ class Trial:
     """Whether the same request always got the same answer."""
     begins: Outcome | None = None
     """How the answer to the long request begins, if that is always the same."""
+    long_tokens: int = LONG_MAX_TOKENS
+    """The limit of the long request: fewer where the engine refuses so many."""
     goes_on: bool = False
     """Whether the engine goes on to the limit of a request that wants its end ignored."""
     gap_s: float = 0.0
@@ -150,7 +152,7 @@ class Trial:
     @property
     def long_request(self) -> PreprocessedRequest:
         """The request, with a limit that its answer does not reach before it is disturbed."""
-        room = max(1, self.room(LONG_MAX_TOKENS, self.request))
+        room = max(1, self.room(self.long_tokens, self.request))
         ignore_eos = True if self.goes_on else self.request.stop_conditions.ignore_eos
         return limited(self.request, max_tokens=room, ignore_eos=ignore_eos)
 

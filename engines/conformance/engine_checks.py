@@ -190,8 +190,8 @@ def _by_choice(items: list[Annotated[LLMEngineOutput]]) -> dict[int, tuple[list[
 
 def _request(trial: Trial) -> PreprocessedRequest:
     """One with well more items than may still come after a stop, if the engine serves that."""
-    is_affordable = min(trial.room(_LENGTH, trial.request), trial.tokens_in(trial.within_s / 2)) >= _LENGTH
-    if trial.goes_on and is_affordable:
+    room = min(trial.long_tokens, trial.room(_LENGTH, trial.request))
+    if trial.goes_on and min(room, trial.tokens_in(trial.within_s / 2)) >= _LENGTH:
         return limited(trial.request, ignore_eos=True, max_tokens=_LENGTH)
     return trial.request
 

@@ -204,7 +204,7 @@ async def _limit(trial: Trial) -> None:
             answer_checks.check_choices,
             _left_over("behind others with limits"),
         )
-        await trial.passes(answer_checks.learn_beginning)
+        await trial.passes(answer_checks.learn_longest, answer_checks.learn_beginning)
 
 
 def _left_over(after: str) -> Check:

@@ -9,6 +9,7 @@ import pytest
 from attrs import evolve
 
 from engines import GenerateContext, run_conformance
+from pipeline import InvalidArgument
 from pipeline.protocols import (
     FinishReason,
     LLMEngineOutput,
@@ -55,7 +56,32 @@ class YieldsThreeAtOnce(Toy):
                     kept = []
 
 
-RIGHT = [Toy, HasALimitOfItsOwn, YieldsThreeAtOnce]
+class RefusesMore(Toy):
+    """Refuses a request that wants more than 20 tokens whatever comes, well below what its context has room for."""
+
+    most = 20
+
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
+        stop = request.stop_conditions
+        if (stop.ignore_eos and (stop.max_tokens or 0) > self.most) or (stop.min_tokens or 0) > self.most:
+            raise InvalidArgument(f"at most {self.most} tokens")
+        async with aclosing(super().generate(request, context)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+class RefusesAnyLimitBeyond(RefusesMore):
+    """Refuses each limit above the tokens that it answers with by itself."""
+
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
+        if (request.stop_conditions.max_tokens or 0) > self.own_end:
+            raise InvalidArgument(f"at most {self.own_end} tokens")
+        async with aclosing(super().generate(request, context)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+RIGHT = [Toy, HasALimitOfItsOwn, YieldsThreeAtOnce, RefusesMore, RefusesAnyLimitBeyond]
 
 
 @pytest.mark.parametrize("factory", RIGHT)
@@ -64,6 +90,16 @@ async def test_a_right_engine_passes(factory: Any) -> None:
 
 
 # -- limits and choices
+
+
+@breaks("MaxTokensIgnored")
+class RefusesSmallLimits(Toy):
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
+        if (request.stop_conditions.max_tokens or 5) < 5:
+            raise InvalidArgument("at least 5 tokens")
+        async with aclosing(super().generate(request, context)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
 
 @breaks("MaxTokensIgnored")
