@@ -215,7 +215,7 @@ def _help(known: Setting) -> str:
         notes.append(f"[{', '.join(known.choices)}]")
     if known.variable:
         notes.append(f"[env: {known.variable}]")
-    if known.default not in (None, (), attrs.NOTHING):
+    if known.default not in (None, (), "", attrs.NOTHING):
         notes.append(f"[default: {as_text(known.default)}]")
     return " ".join(notes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -178,3 +179,10 @@ def test_only_fields_made_as_settings_are_settings() -> None:
 
     assert list(settings_of(Mixed)) == ["count"]
     assert [each.name for each in attrs.fields(Mixed)] == ["name", "count"]
+
+
+@pytest.mark.parametrize("command", ["serve", "worker", "up", "status", "replay", "graph"])
+def test_the_help_names_no_default_where_there_is_none(command: str, penstock: Callable[..., Any]) -> None:
+    code, out, _ = penstock(command, "--help")
+    assert code == 0
+    assert "[default: ]" not in out
