@@ -27,7 +27,8 @@ from engines.worker import ProcessWatch
 from .frontend import SHARED_HAND_OVER_S, admin_listener
 from .http import HttpOptions, group_app
 from .listeners import inherited_sockets, listen, url_of
-from .processes import LaunchedProcesses, LogLines, ProcessGroup, Program, Scrape, notify_ready, scraped_text
+from .processes import LaunchedProcesses, LogLines, ProcessGroup, Program, notify_ready
+from .scrape import Scrape, scraped_text
 from .server import GRACE, HAND_OVER, HttpServer, Interrupts, listening_after, run, running, until_signalled, watched
 from .settings import RUNTIME_TOKEN, ServerOptions
 from .socket import PORT_SHARES, PortShares

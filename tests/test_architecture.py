@@ -100,7 +100,7 @@ DOORS = {
     "httptools": {"serving/socket/__init__.py", "serving/socket/http1.py", "engines/upstream/response_parser.py"},
     "httpx2": {
         *(f"engines/upstream/{name}.py" for name in ("client", "http_exchange", "response_parser", "transport")),
-        "serving/processes/scrape.py",
+        "serving/scrape.py",
     },
     "jinja2": {"operators/text/chat_template.py"},
     "msgspec": {
@@ -509,6 +509,11 @@ def test_importing_pipeline_or_the_program_loads_no_optional_library(module: str
 def test_only_the_page_of_a_replay_loads_the_library_of_its_charts() -> None:
     assert loaded_by("import serving.replay", ["plotly"]) == ""
     assert loaded_by("import serving.replay.page", ["plotly"]) == "plotly"
+
+
+def test_a_server_loads_no_http_client_unless_it_calls_servers() -> None:
+    assert loaded_by("import serving.program, serving.frontend, engines.mocker", ["httpx2"]) == ""
+    assert loaded_by("import serving.up", ["httpx2"]) == "httpx2"
 
 
 @pytest.mark.parametrize("name", NOT_ON_IMPORT)

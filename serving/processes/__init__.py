@@ -4,7 +4,6 @@ from .child_process import LaunchedProcesses
 from .log_lines import LogLines
 from .notify import notify_ready
 from .process_group import Child, ProcessGroup, Program, ProgramState, StartProgram
-from .scrape import Scrape, scraped_text
 
 __all__ = [
     "Child",
@@ -13,8 +12,6 @@ __all__ = [
     "ProcessGroup",
     "Program",
     "ProgramState",
-    "Scrape",
     "StartProgram",
     "notify_ready",
-    "scraped_text",
 ]

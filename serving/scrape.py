@@ -11,7 +11,7 @@ from attrs import frozen
 from pipeline.extras import brought_by
 from pipeline.telemetry import merged, with_labels
 
-with brought_by("serve", by="serving.processes"):
+with brought_by("serve", by="serving.scrape"):
     import httpx2
 
 _log = logging.getLogger(__name__)
