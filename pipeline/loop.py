@@ -92,7 +92,7 @@ def running_loop() -> Any:
 def running_task() -> Any:
     """Return the task that runs in this thread, of asyncio or of trio; None outside of tasks.
 
-    For asyncio in a twentieth of the time of anyio's `get_current_task`, which describes it, too.
+    For asyncio in a fifth of the time of anyio's `get_current_task`, which describes it, too.
     """
     loop = asyncio._get_running_loop()
     if loop is not None and (task := asyncio.current_task(loop)) is not None:

@@ -55,7 +55,7 @@ class Scope:
 
 @define
 class Event(Generic[T]):
-    """A published value with its publisher and its number."""
+    """A published value with its publisher and its number. It is never changed; a frozen class would cost more."""
 
     publisher_id: int
     sequence: int
