@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,11 @@ from hypothesis import strategies as st
 from starlette.types import ASGIApp
 
 from operators import Detokenize, Migration, Model, Preprocess, PushRouter
+from operators.kv import KvPushRouter, KvRouter, KvRouterConfig, kv_router
+from operators.kv.metrics import RequestMeter
+from operators.kv.reservation import Reservation
 from pipeline import Annotated, AsyncEngine, Context, Disconnected, Gate, ResponseStream, Take
+from pipeline.network import Workers
 from pipeline.network.tcp import TcpOptions
 from pipeline.network.tcp.calls import RemoteStream
 from pipeline.protocols import (
@@ -35,6 +40,7 @@ from tests.serving.worlds import Exchange, chat, complete
 PROMPT = "hi"
 TEXT = "Wört ab, STOP and 日本 STOPPED; the rest. "
 NO_TOKEN = 100_000
+BLOCK = 4
 
 
 @frozen
@@ -103,8 +109,12 @@ class Served:
     """How many tokens the workers have made, chunk by chunk."""
 
 
+def router_of(workers: Workers[Any, Any]) -> KvRouter:
+    return kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=BLOCK, rng=Random(1))
+
+
 @asynccontextmanager
-async def serving(recipe: Recipe, *, is_fed: bool, **options: Any) -> AsyncIterator[Served]:
+async def serving(recipe: Recipe, *, is_fed: bool, is_kv: bool = False, **options: Any) -> AsyncIterator[Served]:
     """Serve chats with these workers; the streams of the second one never break."""
     fed, made, model, feed = list[int](), list[int](), Model.byte_level("m"), RemoteStream.feed
 
@@ -123,15 +133,18 @@ async def serving(recipe: Recipe, *, is_fed: bool, **options: Any) -> AsyncItera
             workers = caller.workers(WHERE, Annotated[LLMEngineOutput])
             await workers.wait_for_instances()
             await anyio.sleep(1.0)
-            graph = Preprocess(model) >> Migration(3) >> Detokenize(model) >> PushRouter(workers)
+            stages, pool = Preprocess(model) >> Migration(3) >> Detokenize(model), PushRouter(workers)
+            graph = stages >> KvPushRouter(router_of(workers)) >> pool if is_kv else stages >> pool
             yield Served(app({"m": graph}), fed, made)
     assert streams.open == []
 
 
-async def answered(recipe: Recipe, fields: dict[str, Any], *, is_chat: bool, is_fed: bool) -> tuple[Exchange, int]:
+async def answered(
+    recipe: Recipe, fields: dict[str, Any], *, is_chat: bool, is_fed: bool, is_kv: bool = False
+) -> tuple[Exchange, int]:
     """Return the client's exchange, and how many tokens were fed."""
     found: list[tuple[Exchange, int]] = []
-    async with serving(recipe, is_fed=is_fed) as served:
+    async with serving(recipe, is_fed=is_fed, is_kv=is_kv) as served:
         body: dict[str, Any] = fields if is_chat else {"prompt": PROMPT} | fields
         exchange = (chat if is_chat else complete)(served.app, **body)
         found.append((await exchange.run(), len(served.fed)))
@@ -147,9 +160,11 @@ def without_ids(exchange: Exchange) -> tuple[int, list[Any]]:
     return exchange.status, found
 
 
-async def same(recipe: Recipe, fields: dict[str, Any], *, is_chat: bool = True) -> tuple[list[Any], int]:
+async def same(
+    recipe: Recipe, fields: dict[str, Any], *, is_chat: bool = True, is_kv: bool = False
+) -> tuple[list[Any], int]:
     """Return the answer, which is the same when nothing is fed, and how many tokens were fed."""
-    fed, count = await answered(recipe, fields, is_chat=is_chat, is_fed=True)
+    fed, count = await answered(recipe, fields, is_chat=is_chat, is_fed=True, is_kv=is_kv)
     read, none = await answered(recipe, fields, is_chat=is_chat, is_fed=False)
     shown = without_ids(fed)
     assert shown == without_ids(read)
@@ -206,8 +221,9 @@ async def test_an_answer_is_the_same_fed_and_read(
     await same(recipe, fields, is_chat=is_chat)
 
 
-async def test_all_tokens_but_the_first_and_the_last_are_fed() -> None:
-    found, count = await same(APART, {"max_tokens": 100, "stream": True})
+@pytest.mark.parametrize("is_kv", [False, True])
+async def test_all_tokens_but_the_first_and_the_last_are_fed(is_kv: bool) -> None:
+    found, count = await same(APART, {"max_tokens": 100, "stream": True}, is_kv=is_kv)
     assert count == ALL - 2
     assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in found) == TEXT
 
@@ -231,6 +247,26 @@ async def test_a_broken_answer_goes_on_behind_the_fed_tokens() -> None:
     found, count = await same(Recipe((0.01,), breaks_after=20), {"max_tokens": 100, "stream": True})
     assert count == 19
     assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in found) == TEXT
+
+
+@pytest.mark.parametrize("refused", [[], [ord("t")]])
+async def test_the_kv_router_counts_fed_tokens_as_those_that_are_read(refused: list[int]) -> None:
+    """A token that the stage above leaves to the reader is counted once."""
+    seen: dict[bool, list[int]] = {}
+    fields = {"max_tokens": 100, "min_tokens": 100, "stream": True, "stop_token_ids": refused}
+    for is_fed in (True, False):
+        steps = seen[is_fed] = list[int]()
+
+        def grow(reservation: Reservation, added: int, steps: list[int] = steps) -> None:
+            steps += [reservation.output_tokens] * added
+
+        def ended(meter: RequestMeter, output_tokens: int, steps: list[int] = steps) -> None:
+            steps.append(output_tokens)
+
+        with patch.object(Reservation, "_grow", grow), patch.object(RequestMeter, "ended", ended):
+            _, count = await answered(APART, fields, is_chat=True, is_fed=is_fed, is_kv=True)
+        assert (count > 10) is is_fed
+    assert seen[True] == seen[False] == [*range(3, ALL + 1, BLOCK), ALL]
 
 
 @pytest.mark.parametrize("how", ["reads on", "leaves"])
