@@ -30,7 +30,7 @@ _PART_OF_UNKNOWN = 4
 """Where it is unknown what others have, a process takes a fourth of what waits."""
 
 _WAITING_AT, _WAITING = 24, struct.Struct("=I")
-"""Where Linux tells in the TCP_INFO of a listening socket how many connections wait: `tcpi_unacked`."""
+"""Where in the TCP_INFO of a listening socket Linux has the number of connections that wait: `tcpi_unacked`."""
 
 
 class SharedListener:
@@ -134,7 +134,7 @@ class SharedListener:
 
 
 def waiting_connections(listener: socket.socket) -> int:
-    """Return how many connections wait to be taken; 1 where the system does not tell."""
+    """Return how many connections wait to be taken; 1 where the system does not show it."""
     if sys.platform != "linux":
         return 1
     try:

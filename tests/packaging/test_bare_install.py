@@ -31,7 +31,6 @@ NEEDS: dict[str, str] = {
         "serving.http needs starlette: pip install 'penstock[serve]'",
     ),
     "serving.live": "serving.live needs httpcore2: pip install 'penstock[serve]'",
-    "serving.processes": "serving.processes needs httpx2: pip install 'penstock[serve]'",
     "serving.replay.page": "serving.replay.page needs plotly: pip install 'penstock[report]'",
     "serving.socket": "serving.socket needs httptools: pip install 'penstock[serve]'",
 }

@@ -35,7 +35,8 @@ def spawn(work: Callable[[], Any]) -> Any:
     """Run the async function outside of any task group that waits for it."""
     loop = current_token().native_token
     if isinstance(loop, asyncio.AbstractEventLoop):
-        return loop.create_task(work())
+        TASKS.append(loop.create_task(work()))  # a collection ends those that only the loop knows
+        return TASKS[-1]
     return trio.lowlevel.spawn_system_task(work)
 
 
@@ -206,11 +207,13 @@ class LeavesAThreadBehindAStreamThatIsCut(Toy):
 
 RELEASED: list[threading.Event] = []
 POOLS: list[ThreadPoolExecutor] = []
+TASKS: list[Any] = []
 
 
 @pytest.fixture(autouse=True)
-def _end_threads() -> Any:
+def _end_what_is_left() -> Any:
     yield
+    TASKS.clear()
     for event in RELEASED:
         event.set()
     for pool in POOLS:
