@@ -94,18 +94,19 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             self._go_on()
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle.cancelled():
+            if not handle._cancelled:
                 handle._run()
 
     def _go_on(self) -> None:
         """Nothing is ready: run what waits for the end of this moment, else go on to the next timer."""
         timers = self._timers
-        while timers and timers[0][2].cancelled():
+        while timers and timers[0][2]._cancelled:
             self._cancelled_timers -= 1
             heappop(timers)
         next_s = timers[0][0] if timers else inf
         while self._at_rest:
-            if self._take_rested(silent_s := min(next_s, self._next_silent_s())):
+            silent_s = min(next_s, self._next_silent_s()) if self.silent_times_s else next_s
+            if self._take_rested(silent_s):
                 self._has_rested_before(min(next_s, nextafter(self._now_s + _SAME_MOMENT_S, inf)))
                 return
             if silent_s == next_s:
@@ -135,7 +136,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def _has_rested_before(self, time_s: float) -> None:
         """Callbacks at rest since a moment that ends before this time have run, or would have."""
-        self._rested_before_s = max(self._rested_before_s, time_s)
+        if time_s > self._rested_before_s:
+            self._rested_before_s = time_s
 
     def _poll(self, timeout: float | None) -> bool:
         """Make ready what sockets and other threads bring; return whether anything is ready."""
@@ -154,7 +156,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         while timers and timers[0][0] <= self._now_s:
             handle = heappop(timers)[2]
             handle._scheduled = False  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
-            if handle.cancelled():
+            if handle._cancelled:
                 self._cancelled_timers -= 1
             else:
                 ready.append(handle)
@@ -170,9 +172,15 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def _take_rested(self, next_s: float) -> bool:
         """Make ready what waits for the end of its moment, if the next timer is later; return whether there was any."""
-        later = [one for one in self._at_rest if one[1] + _SAME_MOMENT_S >= next_s]
-        rested = [one for one in self._at_rest if one[1] + _SAME_MOMENT_S < next_s]
-        self._at_rest[:] = later
+        at_rest = self._at_rest
+        if len(at_rest) == 1:  # as nearly always
+            if at_rest[0][1] + _SAME_MOMENT_S >= next_s:
+                return False
+            self._ready.append(at_rest.pop()[2])
+            return True
+        later = [one for one in at_rest if one[1] + _SAME_MOMENT_S >= next_s]
+        rested = [one for one in at_rest if one[1] + _SAME_MOMENT_S < next_s]
+        at_rest[:] = later
         self._ready.extend(handle for _, _, handle in sorted(rested, key=itemgetter(0)))
         return bool(rested)
 
