@@ -59,15 +59,18 @@ def run_in_processes(
 def _wait(
     places: Mapping[Future[Any], int], folder: Path, mask: Iterable[int], on_progress: OnProgress, on_result: OnResult
 ) -> None:
-    """Call the callbacks until all tasks have ended. Interrupts arrive between calls only, if `mask` lets them."""
+    """Call the callbacks until all tasks have ended. Interrupts arrive between calls only, if `mask` lets them.
+
+    None arrives in `wait`, which would keep the locks of futures that the thread of the loop needs.
+    """
     waiting, counts = set(places), _counts(folder)
     with (folder / "errors").open(errors="replace") as errors:
         while waiting:
             try:
-                pthread_sigmask(SIG_SETMASK, mask)
-                done, waiting = wait(waiting, 0.1, FIRST_COMPLETED)
+                pthread_sigmask(SIG_SETMASK, mask)  # raises an interrupt that has come
             finally:
                 pthread_sigmask(SIG_BLOCK, {SIGINT})
+            done, waiting = wait(waiting, 0.1, FIRST_COMPLETED)
             sys.stderr.write(errors.read())
             for at in filter(counts.__getitem__, map(places.__getitem__, waiting)):
                 on_progress(at, counts[at])

@@ -164,6 +164,14 @@ class Hangs(EchoEngine):
 """
 
 
+AT_TERMINAL = """
+import os, signal, sys
+os.close(os.open(sys.argv[1], os.O_RDWR))
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, sys.argv[2:])
+"""
+
+
 def command(*options: str | Path) -> list[str]:
     return [sys.executable, "-m", "serving", "replay", "sweep", *LOAD, *map(str, options)]
 
@@ -200,15 +208,15 @@ def test_a_process_takes_only_its_run_along_and_an_interrupt_ends_them_all(
 ) -> None:
     """One dies, one hangs for good; what is done is kept. One that was left would keep the output open.
 
-    The interrupt is that of a terminal, which all processes get.
+    The interrupt is that of a terminal, which all processes get. It ends the program also if these tests run in the
+    background of a shell, whose programs ignore it.
     """
     folder, temporary = tmp_path / "reports", tmp_path / "temporary"
     temporary.mkdir()
     environment |= {"TMPDIR": str(temporary)}
     run = command("--vary", "engine=swept:Raises,swept:Dies,swept:Hangs,echo", "--jobs", "2", "--reports", folder)
     ours, its = os.openpty()
-    take = ["-c", "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR)); os.execv(sys.executable, sys.argv[2:])"]
-    run = [sys.executable, *take, os.ttyname(its), *run]
+    run = [sys.executable, "-c", AT_TERMINAL, os.ttyname(its), *run]
     with subprocess.Popen(
         run, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:

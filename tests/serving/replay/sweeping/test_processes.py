@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import redirect_stderr
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,7 @@ import pytest
 from attrs import define, field
 
 from pipeline import BackendError
-from serving.replay.sweeping import run_in_processes
+from serving.replay.sweeping import processes, run_in_processes
 
 WORKS = """
 import logging, os, signal, time
@@ -41,6 +42,8 @@ def work(shared, task, on_progress):
     if task == "reports":
         on_progress(7)
         time.sleep(0.5)
+    if task == "sleeps":
+        time.sleep(600)
     if task == "blocked":
         return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     return shared["name"], task
@@ -130,6 +133,37 @@ def test_the_progress_of_a_task_is_reported_while_it_runs(outcome: Round) -> Non
 
 def test_processes_block_interrupts_and_the_caller_receives_them_again(outcome: Round) -> None:
     assert outcome.results[TASKS.index("blocked")] is True
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """Raise interrupts also in tests that run in the background of a shell, whose programs ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
+def test_an_interrupt_that_comes_while_locks_of_futures_are_taken_leaves_none_behind(
+    works: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread of the loop needs them to end: it would wait for good."""
+    ended: list[int] = []
+
+    def interrupted_wait(futures: set[Future[Any]], *arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)  # where `wait` takes and releases the locks
+        try:
+            return wait(futures, *arguments)
+        finally:
+            ended.append(len(futures))
+
+    monkeypatch.setattr(processes, "wait", interrupted_wait)
+    outcome = Round()
+    with pytest.raises(KeyboardInterrupt):
+        run_in_processes(works.work, {}, ["sleeps", "sleeps"], 2, outcome.progress, outcome.ended)
+    assert ended == [2]
+    assert os.listdir(tempfile.gettempdir()) == []
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
