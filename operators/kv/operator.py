@@ -122,7 +122,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         tracker = request.payload.tracker
         phase = RequestPhase.AGGREGATED if tracker is None else tracker.phase
         route = self.router.route_request(request, phase)
-        await hash_beside_the_loop(route, request)
+        await hash_beside_the_loop(route, request, chained=self.router.chains_hashes)
         return route
 
     async def _reserve(self, request: Context[PreprocessedRequest], route: RouteRequest) -> Reservation:

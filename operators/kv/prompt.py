@@ -3,17 +3,13 @@
 The formula itself is `pipeline.llm.block_hash`. Source: dynamo lib/kv-router/src/protocols.rs, BlockHashOptions,
 RequestExtraInfo and compute_block_hash_for_seq. Other than there, the options cannot change under hashes that were
 computed: another option is another `PromptBlocks`.
-
-LazySequenceHashes: the sequence hashes of a prompt that is not booked, chained no further than they are read.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import islice
-from typing import overload
 
 from attrs import define
 
@@ -90,38 +86,3 @@ def media_of_blocks(
 def pad_token(mm_hash: int) -> int:
     """The token that stands for an image wherever an engine fills its place with one token."""
     return _PAD_BASE + mm_hash % _PAD_RANGE
-
-
-_PIECE_BLOCKS = 16
-
-
-class LazySequenceHashes(Sequence[int]):
-    """Reads like `sequence_hashes(local_hashes)`, in pieces, each time anew.
-
-    A comparison of prefixes stops at the first block that no worker has; chaining the rest costs as much as hashing
-    the tokens. A caller that needs all of them, or needs them twice, takes `PromptBlocks.sequence_hashes`.
-    """
-
-    __slots__ = ("_local_hashes",)
-
-    def __init__(self, local_hashes: Sequence[int]) -> None:
-        self._local_hashes = local_hashes
-
-    def __len__(self) -> int:
-        return len(self._local_hashes)
-
-    def __iter__(self) -> Iterator[int]:
-        parent = None
-        for start in range(0, len(self._local_hashes), _PIECE_BLOCKS):
-            piece = sequence_hashes(self._local_hashes[start : start + _PIECE_BLOCKS], parent)
-            yield from piece
-            parent = piece[-1]
-
-    @overload
-    def __getitem__(self, at: int) -> int: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[int]: ...
-    def __getitem__(self, at: int | slice) -> int | list[int]:
-        if isinstance(at, slice):
-            return sequence_hashes(self._local_hashes)[at]
-        return next(islice(self, range(len(self))[at], None))

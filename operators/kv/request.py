@@ -173,10 +173,11 @@ def with_shared_hashes(route: RouteRequest, request: AnyContext) -> RouteRequest
     return route if blocks is route.blocks else evolve(route, blocks=blocks)
 
 
-async def hash_beside_the_loop(route: RouteRequest, request: AnyContext) -> None:
+async def hash_beside_the_loop(route: RouteRequest, request: AnyContext, *, chained: bool) -> None:
     """Hash the blocks of a long prompt in the threads that come with it, so that the router finds them hashed.
 
-    Raises as `PromptThreads.run`. Does nothing for a short prompt, which is hashed where it is looked up.
+    With `chained` their sequence hashes are made too. Raises as `PromptThreads.run`. Does nothing for a short prompt,
+    which is hashed where it is looked up.
     """
     blocks, threads = route.blocks, offered_threads(request)
     if threads is None:
@@ -184,8 +185,9 @@ async def hash_beside_the_loop(route: RouteRequest, request: AnyContext) -> None
 
     def work(give_up: GiveUp) -> None:
         _ = blocks.local_hashes
-        give_up()
-        _ = blocks.sequence_hashes
+        if chained:
+            give_up()
+            _ = blocks.sequence_hashes
 
     with foreign_errors():
         await threads.run(work, request.control)

@@ -38,7 +38,7 @@ from .metrics import UNTIMED, RoutingSteps
 from .numbers import RankNumbers
 from .pace import PaceMeter
 from .pool import RouterPool
-from .prompt import LazySequenceHashes, PromptBlocks
+from .prompt import PromptBlocks
 from .queue import OVERLAP_REFRESH_AFTER, AdmissionController, DepthTier, PolicyProfile, PromptSize, QueuedRequest
 from .request import RouteRequest, with_shared_hashes
 from .reservation import LoadBook, Reservation
@@ -79,6 +79,8 @@ class KvRouter:
         """The KV block size of the workers."""
         self.worker_type: WorkerType = selector.worker_type
         """What the workers of the pool do."""
+        self.chains_hashes = loads.peers is not None
+        """Whether prompts are counted by their sequence hashes, by which other routers know them."""
         self._duration = prefill_duration if config.router_prefill_load_model != "none" else None
         self._following = CompositeDisposable()
         self._tasks: TaskGroup | None = None
@@ -97,7 +99,7 @@ class KvRouter:
         """Select a worker without a reservation and without waiting. Raises as `reserve`."""
         candidates, now_s = self.pool.candidates(request), self.loads.now_s()
         settings, overlap = self.selector.settings(request.override), self.lookup.find(request.blocks, now_s)
-        hashes = self._hashes(request.blocks, settings, whole=False)
+        hashes = self._hashes(request.blocks, settings)
         return self._select(request, candidates, overlap, settings, hashes, now_s)
 
     async def reserve(
@@ -141,7 +143,7 @@ class KvRouter:
         ranks, overlap = self.pool.current().candidates(RoutingRules()).ranks, self._find(blocks)
         isl, size = len(blocks.token_ids), self.block_size_tokens
         new = [max(0, isl - overlap.cached_tokens(rank, settings, size)) for rank in ranks]
-        hashes = self._hashes(blocks, settings, whole=False)
+        hashes = self._hashes(blocks, settings)
         return self.loads.sequences.potential_loads(hashes, new, ranks, self.loads.now_s())
 
     def potential_decode_blocks(self, request: RouteRequest, decision: Decision) -> int:
@@ -237,7 +239,7 @@ class KvRouter:
         if self.lookup.has_index or settings.track_active_blocks:
             steps.begin("block_hashing")
             _ = blocks.local_hashes
-        if settings.track_active_blocks and settings.assume_kv_reuse:
+        if self.chains_hashes and settings.track_active_blocks and settings.assume_kv_reuse:
             steps.begin("seq_hashing")
             _ = blocks.sequence_hashes
         steps.begin("indexer_find_matches")
@@ -270,7 +272,7 @@ class KvRouter:
         request, settings, now_s = queued.request, queued.settings, self.loads.now_s()
         candidates = self.pool.candidates(request) if queued.candidates is None else queued.candidates
         overlap = self.lookup.find(request.blocks, now_s) if must_refresh else queued.overlap
-        hashes = self._hashes(request.blocks, settings, whole=True)
+        hashes = self._hashes(request.blocks, settings)
         decision = self._select(request, candidates, overlap, settings, hashes, now_s)
         reservation = Reservation(
             request_id=queued.request_id,
@@ -301,10 +303,10 @@ class KvRouter:
             cached = seen.best_cached_tokens(queued.settings, self.block_size_tokens)
         return PromptSize(len(queued.request.blocks.token_ids), cached)
 
-    def _hashes(self, blocks: PromptBlocks, settings: RequestSettings, *, whole: bool) -> Sequence[int]:
-        """The names by which the prompt's blocks are counted. Without `whole` they are chained as they are read."""
+    def _hashes(self, blocks: PromptBlocks, settings: RequestSettings) -> Sequence[int]:
+        """The hashes by which the prompt's blocks are counted."""
         if settings.track_active_blocks and settings.assume_kv_reuse:
-            return blocks.sequence_hashes if whole else LazySequenceHashes(blocks.local_hashes)
+            return blocks.sequence_hashes if self.chains_hashes else blocks.local_hashes
         return tracking_hashes(blocks.local_hashes, settings, self.selector.rng)
 
 

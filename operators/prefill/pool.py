@@ -116,7 +116,7 @@ class KvPrefill:
     async def prepare(self, request: Context[PreprocessedRequest]) -> None:
         """Hash a long prompt beside the loop; see `hash_beside_the_loop`."""
         if offered_threads(request) is not None:
-            await hash_beside_the_loop(self._route(request), request)
+            await hash_beside_the_loop(self._route(request), request, chained=self.router.chains_hashes)
 
     async def reserve(self, request: Context[PreprocessedRequest]) -> PrefillReservation:
         rank = await self.stage.reserve(request)

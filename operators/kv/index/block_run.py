@@ -17,24 +17,17 @@ event with this end is counted there.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import count
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 from attrs import define, field
 
 from pipeline import PenstockError
 
-Hashes: TypeAlias = "array[int]"
-"""Block hashes, 8 bytes each."""
+from ..hash_arrays import Hashes, first_difference, hashes
 
 _FIRST_STEP_BLOCKS, _STEP_GROWTH = 64, 4
-
-
-def hashes(values: Iterable[int] = ()) -> Hashes:
-    """The values as an array of u64. Raises OverflowError or TypeError for a value that is not a u64."""
-    return array("Q", values)
 
 
 @define(eq=False)
@@ -110,12 +103,6 @@ class BlockRun:
             if not leaving:
                 del self.parent.branches[self.at]
         del self.local[longest:], self.names[longest:]
-
-
-def first_difference(left: Hashes, right: Hashes) -> int:
-    """Index of the first differing item of two arrays of one length; any order of bytes inside an item will do."""
-    difference = int.from_bytes(left.tobytes(), "little") ^ int.from_bytes(right.tobytes(), "little")
-    return ((difference & -difference).bit_length() - 1) // (8 * left.itemsize)
 
 
 class KvIndexError(PenstockError):

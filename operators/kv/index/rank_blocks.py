@@ -11,16 +11,9 @@ from typing import TypeAlias
 
 from attrs import define, field, frozen
 
+from ..hash_arrays import Hashes, first_difference, hashes
 from ..types import WorkerRank
-from .block_run import (
-    BlockRun,
-    CapacityExhausted,
-    Hashes,
-    InvalidBlockSequence,
-    ParentBlockNotFound,
-    first_difference,
-    hashes,
-)
+from .block_run import BlockRun, CapacityExhausted, InvalidBlockSequence, ParentBlockNotFound
 
 _NOT_HELD = -1
 """Stands for the number of a run, where a rank does not hold the block."""

@@ -1,6 +1,6 @@
 """Blocks and prefill tokens in flight on each worker, shared between routers."""
 
-from .blocks import ActiveBlocks, ActivePrefixes, HeldBlocks
+from .blocks import ActiveBlocks, HeldBlocks
 from .field import Load, LoadField, Weights
 from .peers import BookingsPart, BookingsRequest, ShareLimits, shared_bookings
 from .ranks import Column, MissingDuration, PotentialLoad, PromptLoad, RankLoads
@@ -35,7 +35,6 @@ __all__ = [
     "EXPIRY_S",
     "SWEEP_EVERY_S",
     "ActiveBlocks",
-    "ActivePrefixes",
     "ActiveRequest",
     "ActiveSequenceEvent",
     "ActiveSequences",

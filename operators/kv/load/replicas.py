@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Self, TypeAlias
 
 import anyio
-from attrs import define, evolve, frozen
+from attrs import define, frozen
 
 from pipeline import InvalidArgument
 from pipeline.network import EndpointId, Event, EventPlane, Scope
@@ -185,8 +185,6 @@ def _load(data: AddRequest) -> SequenceLoad:
 BATCH_EVENTS = 256
 BATCH_S = 0.001
 """Events are applied when so many have arrived, or after so long."""
-_SPREAD = 0x9E3779B97F4A7C15
-"""An odd number by which small ones are spread over 64 bits."""
 KEPT_EVENTS = 4096
 """Events of a router that are kept during its repair."""
 REPORT_EVERY_S = 10.0
@@ -298,8 +296,6 @@ class ReplicaSync:
         for request in sequences.booked():
             if _router_of(request.request_id) is None and sequences.is_live(request):
                 load = sequences.load_of(request, self._now_s())
-                if any(name < 0 for name in load.hashes):
-                    load = evolve(load, hashes=[self._shared_name(name) for name in load.hashes])
                 yield ActiveSequenceEvent(request.request_id, request.rank, AddRequest.of(load), self.router_id)
 
     def begin_repair(self, router_id: int) -> None:
@@ -324,10 +320,6 @@ class ReplicaSync:
         self._replace(router_id, [])
 
     # -- inside
-
-    def _shared_name(self, name: int) -> int:
-        """Return a block's hash; for one with a name that counts on its rank only, a name that no other router uses."""
-        return name if name >= 0 else (name * _SPREAD + self.router_id) % 2**64
 
     def _replace(self, router_id: int, events: Sequence[ActiveSequenceEvent]) -> None:
         if (sequences := self._sequences) is None:

@@ -21,9 +21,11 @@ from pipeline.llm import sequence_hashes
 from pipeline.settings import Variable, whole
 
 from ..errors import BookingError, DuplicateRequest, RequestNotFound, WorkerNotFound
+from ..hash_arrays import as_hashes
 from ..numbers import RankNumbers
+from ..prefix_tree import PrefixTree
 from ..types import RequestSettings, WorkerRank
-from .blocks import ActivePrefixes, HeldBlocks
+from .blocks import ActiveBlocks, HeldBlocks
 from .columns import LoadColumns
 from .field import Chosen, Holders, LoadField
 from .ranks import Column, PotentialLoad, RankLoad, RankLoads, Slot
@@ -46,9 +48,9 @@ SWEEP_EVERY_S = 60.0
 class SequenceLoad:
     """What a request puts on its worker.
 
-    `hashes` are the sequence hashes of its complete prompt blocks (none where blocks are not tracked),
-    `prefill_tokens` what the worker must compute of the prompt (0 where that is not tracked), `prefill_duration_s`
-    how long that should take if there is a model for it.
+    `hashes` are those of its complete prompt blocks, none where blocks are not tracked: in one account all local ones
+    or all sequence hashes. `prefill_tokens` is what the worker must compute of the prompt, 0 where that is not tracked;
+    `prefill_duration_s` how long that should take if there is a model for it.
     """
 
     hashes: Sequence[int] = ()
@@ -87,7 +89,8 @@ class ActiveSequences:
     _timed: dict[int, Slot] = field(factory=dict, init=False)
     """Those whose prompt tokens change by time alone."""
     _chosen: Chosen | None = field(default=None, init=False)
-    _prefixes: ActivePrefixes = field(factory=ActivePrefixes, init=False)
+    _tree: PrefixTree = field(factory=PrefixTree, init=False)
+    """The prompts of all live requests."""
     _bookings: dict[str, ActiveRequest] = field(factory=dict, init=False)
     _checked_s: float | None = field(default=None, init=False)
 
@@ -126,7 +129,8 @@ class ActiveSequences:
         """Count the request on a rank until it is released, expires, or the worker is removed.
 
         Raises DuplicateRequest for an id that is booked on any rank, BookingError for a duration that is negative or
-        not finite. A rank without an account gets one; with `registered_only` it raises WorkerNotFound.
+        not finite and for a hash that is not a u64. A rank without an account gets one; with `registered_only` this
+        raises WorkerNotFound.
         """
         if self._checked_s is None or now_s - self._checked_s >= CHECK_EVERY_S:
             self.expire(now_s)
@@ -135,12 +139,16 @@ class ActiveSequences:
             raise DuplicateRequest(f"request {request_id} is booked already, on worker {other.rank.worker_id}")
         if duration_s is not None and not 0 <= duration_s < math.inf:
             raise BookingError(f"prefill_duration_s must be finite and not below 0, got {duration_s}")
+        try:
+            hashes = as_hashes(load.hashes)
+        except (OverflowError, TypeError) as error:
+            raise BookingError("a block hash is an integer from 0 to 2^64 - 1", cause=error) from error
         slot = self._slots.get(rank)
         if slot is None:
             if registered_only:
                 raise WorkerNotFound(f"worker {rank.worker_id} has no rank {rank.dp_rank} here")
             slot = self._open(rank, lazy=True)
-        self._prefixes.add(slot.number, slot.blocks.acquire(request, load.hashes))
+        slot.blocks.acquire(request, hashes)
         if load.prefill_tokens > 0:
             slot.prompts.add(request_id, load.prefill_tokens, duration_s, now_s)
         slot.request_ids[request_id] = None
@@ -189,7 +197,7 @@ class ActiveSequences:
         del self._bookings[request.request_id]
         del slot.request_ids[request.request_id]
         slot.prompts.remove(request.request_id, now_s)
-        self._prefixes.drop(slot.number, slot.blocks.release(request))
+        slot.blocks.release(request)
         if slot.lazy and not slot.request_ids:
             self._give_up(slot)
         else:
@@ -232,13 +240,13 @@ class ActiveSequences:
         """
         chosen = self._choose(ranks)
         self._keep_time(now_s)
-        return self._columns.loads(chosen, len(hashes), self._prefixes.shared_blocks(hashes))
+        return self._columns.loads(chosen, len(hashes), self._tree.find(as_hashes(hashes)))
 
     def field(self, hashes: Sequence[int], ranks: Sequence[WorkerRank], now_s: float) -> LoadField:
         """What `project` returns, before it is written out rank by rank: for a search among many."""
         chosen = self._choose(ranks)
         self._keep_time(now_s)
-        return self._columns.field(chosen, len(hashes), self._prefixes.shared_blocks(hashes))
+        return self._columns.field(chosen, len(hashes), self._tree.find(as_hashes(hashes)))
 
     def note_blocks_lately(self, now_s: float, *, shown: bool) -> None:
         """Let the blocks that each rank holds now go into the mean of those it held lately.
@@ -316,14 +324,14 @@ class ActiveSequences:
         number = self.numbers.hold(rank)
         self._columns.open(number)
         self._chosen = None
-        self._slots[rank] = slot = Slot(rank, number, lazy)
+        self._slots[rank] = slot = Slot(rank, number, lazy, ActiveBlocks(self._tree, number))
         return slot
 
     def _close(self, slot: Slot) -> list[str]:
         """Give up an account and its requests, whose ids are returned."""
         lost = list(slot.request_ids)
         for request_id in lost:
-            self._prefixes.drop(slot.number, slot.blocks.release(self._bookings.pop(request_id)))
+            slot.blocks.release(self._bookings.pop(request_id))
         self._give_up(slot)
         return lost
 

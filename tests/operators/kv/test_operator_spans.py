@@ -17,11 +17,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from operators import PushRouter
 from operators.kv import KvRouterConfig, kv_router
 from operators.kv.errors import QueueRejected
+from operators.kv.load import ReplicaSync
 from operators.kv.metrics import RouterMetrics
 from operators.kv.operator import KvPushRouter
 from operators.kv.queue import PolicyClass, PolicyProfile
 from pipeline import Annotated, CannotConnect, Context, Segment, Unavailable
-from pipeline.network import static_workers
+from pipeline.network import Runtime, static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, RequestPhase, RequestTracker, RoutingHints
 from pipeline.telemetry import traced
 from pipeline.testing import ScriptedEngine, Wait
@@ -41,6 +42,7 @@ class Measured:
         fails: Exception | None = None,
         tracer: Any = None,
         profile: PolicyProfile | None = None,
+        peers: ReplicaSync | None = None,
         **config: Any,
     ) -> None:
         self._reader = InMemoryMetricReader()
@@ -48,8 +50,8 @@ class Measured:
         metrics = RouterMetrics(meter, namespace="ns", component="comp", router_id="r", model="m")
         engines = {worker_id: ScriptedEngine(script, fails=fails) for worker_id in worker_ids}
         workers = static_workers(engines)
-        chosen = KvRouterConfig(**{"use_kv_events": False, **config})
-        self.router = kv_router(workers, chosen, block_size_tokens=4, rng=Random(1), profile=profile)
+        chosen = KvRouterConfig(**{"use_kv_events": False, "router_replica_sync": peers is not None, **config})
+        self.router = kv_router(workers, chosen, block_size_tokens=4, rng=Random(1), profile=profile, peers=peers)
         self.engine: Segment[Any, Any] = KvPushRouter(self.router, metrics=metrics, tracer=tracer) >> PushRouter(
             workers
         )
@@ -281,7 +283,6 @@ async def test_each_step_of_a_search_is_timed_and_waiting_belongs_to_scheduling(
     spent = {name: (labels, point.count, point.sum) for name, labels, point in measured.points("dynamo_router_")}
     assert spent == {
         "overhead_block_hashing_ms": ({"router_id": "r"}, 2, 0),
-        "overhead_seq_hashing_ms": ({"router_id": "r"}, 2, 0),
         "overhead_indexer_find_matches_ms": ({"router_id": "r"}, 2, 0),
         "overhead_scheduling_ms": ({"router_id": "r"}, 2, pytest.approx(9000)),
         "overhead_total_ms": ({"router_id": "r"}, 2, pytest.approx(9000)),
@@ -300,7 +301,7 @@ async def test_a_search_that_fails_is_not_timed_as_one() -> None:
     with pytest.raises(Unavailable):
         await measured.send(routing=RoutingHints(backend_instance_id=9))
     names = [name for name, *_ in measured.points("dynamo_router_overhead_")]
-    assert names == ["block_hashing_ms", "seq_hashing_ms", "indexer_find_matches_ms"]
+    assert names == ["block_hashing_ms", "indexer_find_matches_ms"]
 
 
 # -- spans
@@ -327,12 +328,7 @@ class Spans:
         return {span.context.span_id: name for name, span in self.ended.items()}[parent.span_id]
 
 
-CHOOSING = {
-    "kv_router.select_worker",
-    "kv_router.compute_block_hashes",
-    "kv_router.compute_seq_hashes",
-    "kv_router.schedule",
-}
+CHOOSING = {"kv_router.select_worker", "kv_router.compute_block_hashes", "kv_router.schedule"}
 
 
 async def test_the_choice_and_its_reasons_are_in_the_spans() -> None:
@@ -356,6 +352,20 @@ async def test_the_steps_of_a_search_hang_below_it() -> None:
     await (await spans.graph.generate(Context(PreprocessedRequest([1, 2, 3, 4])))).collect()
     assert {spans.above(name) for name in CHOOSING - {"kv_router.select_worker"}} == {"kv_router.select_worker"}
     assert spans.above("kv_router.select_worker") == "KvPushRouter"
+
+
+async def test_hashes_are_chained_only_where_other_routers_know_prompts_by_them() -> None:
+    alone = Spans()
+    await (await alone.graph.generate(Context(PreprocessedRequest([1, 2, 3, 4])))).collect()
+    async with Runtime.in_process() as runtime:
+        spans = Spans(peers=ReplicaSync(runtime.events, "ns/comp/generate"))
+        with spans.measured.router:
+            await (await spans.graph.generate(Context(PreprocessedRequest([1, 2, 3, 4])))).collect()
+    assert spans.above("kv_router.compute_seq_hashes") == "kv_router.select_worker"
+    assert spans.ended.keys() - alone.ended.keys() == {"kv_router.compute_seq_hashes"}
+    prefix = "dynamo_router_overhead_"
+    before, counts = ({name: point.count for name, _, point in one.measured.points(prefix)} for one in (alone, spans))
+    assert ("seq_hashing_ms" in before, counts["seq_hashing_ms"]) == (False, 1)
 
 
 async def test_an_error_is_on_the_step_it_came_from() -> None:

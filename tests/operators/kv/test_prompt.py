@@ -19,11 +19,8 @@ from hypothesis import strategies as st
 from operators import KvPushRouter, Model, Preprocess, PushRouter
 from operators.kv import PromptBlocks, kv_router
 from operators.kv import prompt as block_hash
-from operators.kv import prompt as chained_hashes
-from operators.kv.load import ActiveSequences, SequenceLoad
-from operators.kv.prompt import LazySequenceHashes, media_of_blocks, pad_token
+from operators.kv.prompt import media_of_blocks, pad_token
 from operators.kv.request import RouteRequest, hash_beside_the_loop
-from operators.kv.types import WorkerRank
 from operators.text import PromptThreads, offered_threads
 from operators.text.prompt_threads import offer_threads
 from pipeline import Annotated, Cancelled, Context, InvalidArgument, link
@@ -204,37 +201,6 @@ def test_an_image_has_a_token_of_its_own_beyond_every_vocabulary() -> None:
     assert pad_token(2**64 - 1) == 1_000_000 + 2**30 - 1
 
 
-# -- hashes read no further than needed
-
-
-@given(st.lists(st.integers(0, 2**64 - 1), max_size=70))
-def test_they_read_like_the_whole_chain(local: list[int]) -> None:
-    chained, whole = LazySequenceHashes(array("Q", local)), sequence_hashes(local)
-    assert list(chained) == list(chained) == whole
-    assert (len(chained), [chained[at] for at in range(len(chained))]) == (len(whole), whole)
-    assert (chained[1:-1], chained[-1:]) == (whole[1:-1], whole[-1:])
-
-
-def test_there_is_none_behind_the_last() -> None:
-    with pytest.raises(IndexError):
-        LazySequenceHashes([1, 2])[2]
-
-
-def test_a_projection_chains_no_further_than_some_rank_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    local, rank, chained_blocks = list(range(1, 1001)), WorkerRank(0), list[int]()
-    sequences = ActiveSequences()
-    sequences.set_workers({0: range(1)})
-    sequences.book("r", rank, SequenceLoad(sequence_hashes(local[:40])), 0.0)
-
-    def counted(local_hashes: list[int], parent: int | None) -> list[int]:
-        chained_blocks.append(len(local_hashes))
-        return sequence_hashes(local_hashes, parent)
-
-    monkeypatch.setattr(chained_hashes, "sequence_hashes", counted)
-    assert list(sequences.project(LazySequenceHashes(local), (rank,), 0.0).additional_blocks) == [960]
-    assert 40 < sum(chained_blocks) < 80
-
-
 # -- long prompts are hashed in threads
 
 
@@ -256,10 +222,21 @@ def route(tokens: list[int]) -> RouteRequest:
     return RouteRequest(blocks=PromptBlocks(tokens, 4))
 
 
-async def test_with_threads_the_hashes_are_made_there_and_found_in_the_loop(hashing_threads: list[int]) -> None:
+@pytest.mark.parametrize("chained", [False, True])
+async def test_with_threads_the_hashes_are_made_there_and_found_in_the_loop(
+    hashing_threads: list[int], chained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chaining_threads = list[int]()
+
+    def noted(local_hashes: array[int]) -> list[int]:
+        chaining_threads.append(get_ident())
+        return sequence_hashes(local_hashes)
+
+    monkeypatch.setattr(block_hash, "sequence_hashes", noted)
     request, routed = Context(None), route(list(range(100)))
     offer_threads(request, PromptThreads())
-    await hash_beside_the_loop(routed, request)
+    await hash_beside_the_loop(routed, request, chained=chained)
+    assert chaining_threads == hashing_threads[:1] * chained
     plain = PromptBlocks(list(range(100)), 4)
     assert routed.blocks.local_hashes == plain.local_hashes
     assert routed.blocks.sequence_hashes == plain.sequence_hashes
@@ -268,7 +245,7 @@ async def test_with_threads_the_hashes_are_made_there_and_found_in_the_loop(hash
 
 
 async def test_without_threads_nothing_is_hashed_before_it_is_looked_up(hashing_threads: list[int]) -> None:
-    await hash_beside_the_loop(route([1, 2, 3, 4]), Context(None))
+    await hash_beside_the_loop(route([1, 2, 3, 4]), Context(None), chained=True)
     assert not hashing_threads
 
 
@@ -276,10 +253,10 @@ async def test_a_stopped_request_and_tokens_that_are_none_fail_as_they_do_in_the
     request = Context(None)
     offer_threads(request, PromptThreads())
     with pytest.raises(InvalidArgument):
-        await hash_beside_the_loop(route([-1] * 4), request)
+        await hash_beside_the_loop(route([-1] * 4), request, chained=True)
     request.stop()
     with pytest.raises(Cancelled):
-        await hash_beside_the_loop(route([1, 2, 3, 4]), request)
+        await hash_beside_the_loop(route([1, 2, 3, 4]), request, chained=True)
 
 
 async def test_the_router_hashes_a_long_prompt_in_its_threads_and_nowhere_else(hashing_threads: list[int]) -> None:

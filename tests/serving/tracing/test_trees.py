@@ -34,7 +34,6 @@ KV = """
         KvPushRouter
           kv_router.select_worker
             kv_router.compute_block_hashes
-            kv_router.compute_seq_hashes
             kv_router.schedule
           kv_router.route_request
           PushRouter

@@ -1,43 +1,46 @@
-"""ActiveBlocks and ActivePrefixes: blocks counted once, decay, and a slow model that agrees."""
+"""ActiveBlocks: blocks counted once, decay, and a slow model that agrees."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
 from math import floor
-from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.kv.load import ActiveBlocks, ActivePrefixes, HeldBlocks
+from operators.kv.load import ActiveBlocks, HeldBlocks
 from operators.kv.numbers import numbers_in
+from operators.kv.prefix_tree import PrefixTree
 
 
-def acquired(blocks: ActiveBlocks, hashes: list[int]) -> tuple[HeldBlocks, Sequence[int]]:
-    """A prompt that was added to the blocks, and those of its blocks that are new."""
+def acquired(blocks: ActiveBlocks, hashes: list[int]) -> HeldBlocks:
+    """A prompt that was added to the blocks."""
     held = HeldBlocks()
-    return held, blocks.acquire(held, hashes)
+    blocks.acquire(held, array("Q", hashes))
+    return held
 
 
 def test_a_shared_prefix_counts_once_and_goes_with_its_last_holder() -> None:
     blocks = ActiveBlocks()
-    short, new = acquired(blocks, [1, 2])
-    long, more = acquired(blocks, [1, 2, 3])
-    assert (list(new), list(more), blocks.active_blocks) == ([1, 2], [3], 3)
-    assert list(blocks.release(short)) == []
-    assert sorted(blocks.release(long)) == [1, 2, 3]
+    short = acquired(blocks, [1, 2])
+    assert blocks.active_blocks == 2
+    long = acquired(blocks, [1, 2, 3])
+    assert (blocks.active_blocks, list(short.hashes), list(long.hashes)) == (3, [1, 2], [1, 2, 3])
+    blocks.release(short)
+    assert (blocks.active_blocks, list(short.hashes), list(long.hashes)) == (3, [], [1, 2, 3])
+    blocks.release(long)
     assert blocks.active_blocks == 0
 
 
 def test_decay_takes_what_only_this_request_holds_and_stays_where_it_becomes_shared() -> None:
     """The table of output blocks and decay, step by step."""
     blocks = ActiveBlocks()
-    first, _ = acquired(blocks, [1, 2, 3])
+    first = acquired(blocks, [1, 2, 3])
     counted = [blocks.active_blocks]
     blocks.add_output_block(first, 0.5)
     counted.append(blocks.active_blocks)
-    second, _ = acquired(blocks, [1, 2])
+    second = acquired(blocks, [1, 2])
     counted.append(blocks.active_blocks)
     blocks.add_output_block(first, 0.0)
     counted.append(blocks.active_blocks)
@@ -49,7 +52,7 @@ def test_decay_takes_what_only_this_request_holds_and_stays_where_it_becomes_sha
 
 def test_an_output_block_without_decay_weighs_one_and_changes_no_other() -> None:
     blocks = ActiveBlocks()
-    path, _ = acquired(blocks, [1, 2])
+    path = acquired(blocks, [1, 2])
     blocks.add_output_block(path, 0.25)
     blocks.add_output_block(path, None)
     assert blocks.active_blocks == floor(2 * 0.25 + 0.25 + 1 + 0.5)
@@ -58,14 +61,14 @@ def test_an_output_block_without_decay_weighs_one_and_changes_no_other() -> None
 def test_half_blocks_are_rounded_up() -> None:
     """Python's own rounding would give 2 for 2.5."""
     blocks = ActiveBlocks()
-    path, _ = acquired(blocks, [1, 2, 3, 4])
+    path = acquired(blocks, [1, 2, 3, 4])
     blocks.add_output_block(path, 0.5)
     assert blocks.active_blocks == 3
 
 
 def test_an_account_without_blocks_weighs_nothing_whatever_was_rounded() -> None:
     blocks = ActiveBlocks()
-    paths = [acquired(blocks, [n, n + 100])[0] for n in range(50)]
+    paths = [acquired(blocks, [n, n + 100]) for n in range(50)]
     for path in paths:
         for weight in (0.1, 0.7, 0.3):
             blocks.add_output_block(path, weight)
@@ -77,15 +80,13 @@ def test_an_account_without_blocks_weighs_nothing_whatever_was_rounded() -> None
 @pytest.mark.parametrize("hostile", [[9, 2, 3], [3, 2, 1], [5, 5, 5], [1, 3], [2]])
 def test_a_hash_below_another_parent_is_counted_and_not_shared(hostile: list[int]) -> None:
     blocks = ActiveBlocks()
-    good, _ = acquired(blocks, [1, 2, 3])
-    bad, new = acquired(blocks, hostile)
-    assert set(new).isdisjoint({1, 2, 3})
+    good, bad = acquired(blocks, [1, 2, 3]), acquired(blocks, hostile)
     shared = 1 if hostile == [1, 3] else 0
     assert blocks.active_blocks == 3 + len(hostile) - shared
     blocks.release(good)
-    assert blocks.active_blocks == len(hostile)
+    assert (blocks.active_blocks, list(bad.hashes)) == (len(hostile), hostile)
     blocks.release(bad)
-    assert (blocks.active_blocks, blocks._more, blocks._parents) == (0, {}, {})
+    assert (blocks.active_blocks, blocks.tree.root.below) == (0, None)
 
 
 Prompt = list[int]
@@ -127,48 +128,34 @@ class SlowBlocks:
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 4), prompts, st.none() | st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])), max_size=40
+        st.tuples(st.integers(0, 7), prompts, st.none() | st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])), max_size=60
     )
 )
 def test_the_account_agrees_with_one_worked_out_from_the_requests(
     steps: list[tuple[int, Prompt, float | None]],
 ) -> None:
-    """Weights are binary fractions, so both are exact."""
-    blocks, slow, paths, prefixes = ActiveBlocks(), SlowBlocks(), dict[int, HeldBlocks](), ActivePrefixes()
+    """Two ranks share a tree; the last bit of a request's name is its rank. Weights are binary fractions, so both are
+    exact."""
+    tree = PrefixTree()
+    blocks = [ActiveBlocks(tree, 3), ActiveBlocks(tree, 5)]
+    slow, held = [SlowBlocks(), SlowBlocks()], dict[int, HeldBlocks]()
     for name, prompt, weight in steps:
-        if name not in paths:
-            paths[name], new = acquired(blocks, prompt)
-            prefixes.add(3, new)
-            slow.requests[name] = (prompt, [])
+        at = name % 2
+        if name not in held:
+            held[name] = acquired(blocks[at], prompt)
+            slow[at].requests[name] = (prompt, [])
         elif weight is not None or prompt:
-            blocks.add_output_block(paths[name], weight)
-            slow.add_output(name, weight)
+            blocks[at].add_output_block(held[name], weight)
+            slow[at].add_output(name, weight)
         else:
-            prefixes.drop(3, blocks.release(paths.pop(name)))
-            slow.release(name)
-        assert blocks.active_blocks == floor(slow.weight() + 0.5)
-        active = sum(1 for block in prompt if slow.holders(block))
-        assert prefixes.shared_blocks(prompt) == ([(active, 1 << 3)] if active else [])
-
-
-def test_the_shared_part_is_a_prefix_not_a_set() -> None:
-    prefixes = ActivePrefixes()
-    prefixes.add(0, [1, 2, 4, 5])
-    assert prefixes.shared_blocks([1, 2, 3, 5]) == [(2, 1 << 0)]
-
-
-def test_slots_are_grouped_by_how_much_they_share() -> None:
-    prefixes = ActivePrefixes()
-    for slot, depth in enumerate([3, 1, 0, 3, 2]):
-        prefixes.add(slot, [10, 20, 30][:depth])
-    assert prefixes.shared_blocks([10, 20, 30, 40]) == [(1, 0b00010), (2, 0b10000), (3, 0b01001)]
-    assert prefixes.shared_blocks([]) == prefixes.shared_blocks([99]) == []
-
-
-@given(st.integers(1, 700), st.randoms(use_true_random=False))
-def test_many_slots_are_distinguished(slots: int, rng: Random) -> None:
-    prefixes, held = ActivePrefixes(), {slot: rng.randrange(4) for slot in range(slots)}
-    for slot, depth in held.items():
-        prefixes.add(slot, [1, 2, 3][:depth])
-    found = {slot: depth for depth, group in prefixes.shared_blocks([1, 2, 3]) for slot in numbers_in(group)}
-    assert found == {slot: depth for slot, depth in held.items() if depth}
+            blocks[at].release(held.pop(name))
+            slow[at].release(name)
+        assert [one.active_blocks for one in blocks] == [floor(one.weight() + 0.5) for one in slow]
+        assert all(list(one.hashes) == slow[name % 2].requests[name][0] for name, one in held.items())
+        active = [sum(1 for block in prompt if one.holders(block)) for one in slow]
+        found = {number: depth for depth, ranks in tree.find(array("Q", prompt)) for number in numbers_in(ranks)}
+        assert found == {number: depth for number, depth in zip((3, 5), active, strict=True) if depth}
+    for name, one in held.items():
+        blocks[name % 2].release(one)
+    assert all((one._blocks, one._decayed_blocks, one._decayed_weight) == (0, 0, 0.0) for one in blocks)
+    assert tree.root.below is None

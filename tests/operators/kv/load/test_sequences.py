@@ -203,9 +203,9 @@ def test_nothing_is_kept_of_requests_that_are_over() -> None:
         sequences.free(f"r{n}", 0.0)
     sequences.remove_worker(1)
     sequences.free("r4", 0.0)
-    assert (len(sequences), sequences._prefixes._masks) == (0, {})
+    assert (len(sequences), sequences._tree.root.below) == (0, None)
     (slot,) = sequences._slots.values()
-    assert (slot.request_ids, slot.blocks._parents, slot.prompts._prompts) == ({}, {}, {})
+    assert (slot.request_ids, slot.blocks._blocks, slot.prompts._prompts) == ({}, 0, {})
 
 
 def test_ranks_a_worker_gave_up_lose_their_requests() -> None:
@@ -231,8 +231,16 @@ def test_a_duration_that_is_none_is_refused_and_nothing_is_booked(duration_s: fl
     sequences = ActiveSequences()
     with pytest.raises(BookingError, match="prefill_duration_s"):
         sequences.book("r1", A, load([1, 2], 8, duration_s), 0.0)
-    assert (len(sequences), sequences.ranks(), sequences._prefixes._masks) == (0, [], {})
+    assert (len(sequences), sequences.ranks(), sequences._tree.root.below) == (0, [], None)
     sequences.book("r1", A, load([1, 2], 8, 0.0), 0.0)
+
+
+@pytest.mark.parametrize("hashes", [[1, -1], [2**64]])
+def test_a_hash_that_is_none_is_refused_and_nothing_is_booked(hashes: list[int]) -> None:
+    sequences = ActiveSequences()
+    with pytest.raises(BookingError, match="hash"):
+        sequences.book("r1", A, load(hashes, 8), 0.0)
+    assert (len(sequences), sequences.ranks()) == (0, [])
 
 
 def test_columns_are_of_their_moment() -> None:
