@@ -105,7 +105,7 @@ class PrefixLookup:
         if index is None:
             return
         try:
-            index.record(rank, blocks.local_hashes, blocks.sequence_hashes, now_s)
+            index.record(rank, blocks.local_hashes, now_s)
         except Exception as error:
             _log.warning("what %s was given is not recorded: %s", rank, error)
 

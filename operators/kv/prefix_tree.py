@@ -8,7 +8,7 @@ A part is a line of blocks that is held as a whole, so holding, letting go and f
 prompt, not by its blocks; their hashes are compared as memory. Blocks are known by their place: a hash may stand in
 several places, so local hashes will do as well as sequence hashes, but one tree has one kind.
 
-The load book holds a prompt while its request runs.
+The load book holds a prompt while its request runs, the index of own routing until its time is over.
 
 Source: dynamo lib/kv-router/src/sequences/block_tracker.rs, BlockTracker, and prompt_membership_trie.rs. Other than
 there both are one tree, of parts instead of blocks, and a block is known by its place, not by its hash alone.

@@ -3,7 +3,6 @@
 from .block_run import (
     BlockNotFound,
     CapacityExhausted,
-    IndexerDroppedRequest,
     InvalidBlockSequence,
     KvIndexError,
     ParentBlockNotFound,
@@ -16,7 +15,6 @@ __all__ = [
     "BlockNotFound",
     "CandidateOverlap",
     "CapacityExhausted",
-    "IndexerDroppedRequest",
     "InvalidBlockSequence",
     "KvIndex",
     "KvIndexError",

@@ -140,9 +140,3 @@ class UnsupportedResidencyDomain(KvIndexError):
     """An event about blocks outside of the worker's own cache. Nothing changed."""
 
     status = "unsupported_residency_domain"
-
-
-class IndexerDroppedRequest(KvIndexError):
-    """A routing decision whose lists of hashes do not fit each other. Nothing was recorded."""
-
-    status = "dropped_request"

@@ -19,7 +19,7 @@ have equal dumps. Ranks are in order; of one rank a parent stands before its chi
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 
 from attrs import define, field
@@ -30,7 +30,7 @@ from pipeline.protocols.kv import WORKER_DOMAIN, KvEvent, KvRemoved, KvStored, R
 from ..numbers import Matches, RankNumbers
 from ..types import WorkerRank
 from .block_run import BlockNotFound, BlockRun, UnsupportedResidencyDomain
-from .rank_blocks import Blocks, Place, RankBlocks, Rules, store
+from .rank_blocks import Blocks, Place, RankBlocks, store
 
 
 def dump(root: BlockRun, blocks: Iterable[RankBlocks]) -> list[RouterEvent]:
@@ -106,14 +106,11 @@ class Outcome(StrEnum):
 class KvIndex:
     """See the module. Plain calls on one thread that never wait; an error leaves the index intact.
 
-    A rank holds at most `limit_blocks`. Without `moves` a block the rank holds elsewhere is refused, not moved.
-    With the `numbers` of others, what they find of the same ranks can be joined.
+    A rank holds at most `limit_blocks`. With the `numbers` of others, what they find of the same ranks can be joined.
     """
 
-    def __init__(
-        self, limit_blocks: int = LIMIT_BLOCKS, *, moves: bool = True, numbers: RankNumbers | None = None
-    ) -> None:
-        self._rules = Rules(limit_blocks, moves)
+    def __init__(self, limit_blocks: int = LIMIT_BLOCKS, *, numbers: RankNumbers | None = None) -> None:
+        self._limit_blocks = limit_blocks
         self._root = BlockRun()
         self._held_by: dict[WorkerRank, RankBlocks] = {}
         self._numbers = RankNumbers() if numbers is None else numbers
@@ -176,10 +173,11 @@ class KvIndex:
             return Outcome.OK
         blocks, held = Blocks.of(names, local_hashes), self._held_by.get(rank)
         if held is not None:
-            return Outcome.OK if store(self._root, held, parent, blocks, self._rules) else Outcome.DUPLICATE_STORE
+            is_new = store(self._root, held, parent, blocks, self._limit_blocks)
+            return Outcome.OK if is_new else Outcome.DUPLICATE_STORE
         number = self._numbers.hold(rank)
         try:
-            store(self._root, held := RankBlocks(rank, 1 << number), parent, blocks, self._rules)
+            store(self._root, held := RankBlocks(rank, 1 << number), parent, blocks, self._limit_blocks)
         except BaseException:
             self._numbers.let_go(number)
             raise
@@ -196,11 +194,6 @@ class KvIndex:
         missing = list(dict.fromkeys(names)) if held is None else held.remove(names)
         if missing:
             raise BlockNotFound(f"Failed to find block {missing[0]} of {rank}")
-
-    def remove_end(self, rank: WorkerRank, name: int, is_end: Callable[[int], bool]) -> None:
-        """Remove this block, if the rank holds it and nothing is below it; see `RankBlocks.remove_end`."""
-        if (held := self._held_by.get(rank)) is not None:
-            held.remove_end(name, is_end)
 
     def clear_rank(self, rank: WorkerRank) -> None:
         """Remove all blocks of the rank, which stays known."""

@@ -5,11 +5,11 @@ Adding blocks to what a rank holds: where they go, what that moves, and what is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import TypeAlias
 
-from attrs import define, field, frozen
+from attrs import define, field
 
 from ..hash_arrays import Hashes, first_difference, hashes
 from ..types import WorkerRank
@@ -86,20 +86,6 @@ class RankBlocks:
             self.let_go_places(self.first_places(inner))
         return missing
 
-    def remove_end(self, name: int, is_end: Callable[[int], bool]) -> None:
-        """Remove the block of this name, if it is held, and those before it that are not needed.
-
-        A block is needed if something is below it, or if `is_end` returns True for its name.
-        """
-        place = self.place(name)
-        while place is not None:
-            run, index = place
-            keep = self._needed(run, index + 1, is_end)
-            if keep > index:
-                return
-            self.let_go(run, keep)
-            place = (run.parent, run.at - 1) if keep == 0 and run.parent is not None and run.at else None
-
     def first_places(self, names: Iterable[int]) -> list[tuple[BlockRun, int]]:
         """Return the place of the first of these held blocks, each named once, in each run."""
         by_run: dict[BlockRun, list[int]] = {}
@@ -123,18 +109,6 @@ class RankBlocks:
         if len(names) < _FEW_NAMES:
             return min(_index(own, name) for name in names)
         return next(index for index, name in enumerate(own) if name in wanted)
-
-    def _needed(self, run: BlockRun, end: int, is_end: Callable[[int], bool]) -> int:
-        """Return how many of the first `end` blocks of a run are needed; see `remove_end`."""
-        if self.counts[run] > end:
-            return end
-        names = self.names(run)
-        while end and not is_end(names[end - 1]):
-            leaving = run.branches.get(end)
-            if leaving is not None and not self.counts.keys().isdisjoint(leaving.values()):
-                break
-            end -= 1
-        return end
 
     def let_go(self, run: BlockRun, keep: int) -> None:
         """Keep only the first `keep` blocks of the run, and nothing that leaves behind them.
@@ -229,18 +203,10 @@ class Blocks:
         return Blocks(self.names[count:], self.name_hashes[count:], self.local[count:])
 
 
-@frozen
-class Rules:
-    """How many blocks a rank may hold, and whether a block that it holds elsewhere may move."""
-
-    limit_blocks: int
-    moves: bool = True
-
-
-def store(root: BlockRun, held_blocks: RankBlocks, parent: int | None, blocks: Blocks, rules: Rules) -> bool:
+def store(root: BlockRun, held_blocks: RankBlocks, parent: int | None, blocks: Blocks, limit_blocks: int) -> bool:
     """Give the rank blocks below the parent; return False if it held all of them, there and by these names.
 
-    A name it holds elsewhere moves, if that is allowed: the block there is removed, with everything below. Raises
+    A name it holds elsewhere moves: the block there is removed, with everything below. Raises
     ParentBlockNotFound, InvalidBlockSequence and CapacityExhausted before anything has changed.
     """
     route = _route(_behind(root, held_blocks, parent), blocks.local)
@@ -250,12 +216,12 @@ def store(root: BlockRun, held_blocks: RankBlocks, parent: int | None, blocks: B
     if known:
         parent, blocks = blocks.names[known - 1], blocks.behind(known)
         route = _route(place, blocks.local)
-    if not _note_new(held_blocks, route, blocks.names, rules.limit_blocks):
+    if not _note_new(held_blocks, route, blocks.names, limit_blocks):
         if len(set(blocks.names)) < len(blocks.names):
             raise InvalidBlockSequence("a store names a block twice")
-        _make_way(held_blocks, blocks.names, place, rules)
+        _make_way(held_blocks, blocks.names, place, limit_blocks)
         route = _route(_behind(root, held_blocks, parent), blocks.local)  # runs may have gone with what moved
-        _note_new(held_blocks, route, blocks.names, rules.limit_blocks)
+        _note_new(held_blocks, route, blocks.names, limit_blocks)
     _commit(held_blocks, route, blocks)
     return True
 
@@ -334,16 +300,14 @@ def _known(held_blocks: RankBlocks, route: list[Step], names: Hashes) -> tuple[i
     return done, place
 
 
-def _make_way(held_blocks: RankBlocks, names: Sequence[int], place: Place, rules: Rules) -> None:
+def _make_way(held_blocks: RankBlocks, names: Sequence[int], place: Place, limit_blocks: int) -> None:
     """Remove the rank's blocks with one of these names, which are to stand behind the place."""
     moved = [name for name in names if name in held_blocks.number_of]
     first = held_blocks.first_places(moved)
     if any(_is_before(block, place) for block in first):
         raise InvalidBlockSequence("a store has a block below itself")
-    if moved and not rules.moves:
-        raise InvalidBlockSequence(f"block {moved[0]} of {held_blocks.rank} stands for another one")
-    if len(held_blocks.number_of) + len(names) - len(moved) > rules.limit_blocks:
-        raise CapacityExhausted(f"{held_blocks.rank} would hold more than {rules.limit_blocks} blocks")
+    if len(held_blocks.number_of) + len(names) - len(moved) > limit_blocks:
+        raise CapacityExhausted(f"{held_blocks.rank} would hold more than {limit_blocks} blocks")
     held_blocks.let_go_places(first)
 
 

@@ -11,20 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from operators.kv import PromptBlocks, WorkerRank
-from operators.kv.index import IndexerDroppedRequest, InvalidBlockSequence, PredictedIndex
+from operators.kv.index import PredictedIndex
 from pipeline import InvalidArgument
-from pipeline.llm import sequence_hashes
 
 A, A1, B = WorkerRank(7), WorkerRank(7, 1), WorkerRank(8)
 
 
 def record(index: PredictedIndex, rank: WorkerRank, local: list[int], now_s: float) -> None:
-    index.record(rank, local, sequence_hashes(local), now_s)
+    index.record(rank, local, now_s)
 
 
 def test_a_prompt_is_expected_where_it_was_sent() -> None:
     index, prompt = PredictedIndex(), PromptBlocks([1, 2, 3, 4], 4, "adapter-a")
-    index.record(A, prompt.local_hashes, prompt.sequence_hashes, 0.0)
+    index.record(A, prompt.local_hashes, 0.0)
     assert index.find_matches(prompt.local_hashes, 1.0) == {A: 1}
     assert index.find_matches(PromptBlocks([1, 2, 3, 4], 4).local_hashes, 1.0) == {}
 
@@ -78,12 +77,14 @@ def test_removing_a_rank_or_a_worker_leaves_the_others() -> None:
     assert index.held_blocks == 1
 
 
-def test_lists_of_different_lengths_record_nothing() -> None:
+@pytest.mark.parametrize("hashes", [[-1], [2**64], [1, 0.5]])
+def test_what_is_no_hash_is_refused_and_not_recorded(hashes: list[Any]) -> None:
     index = PredictedIndex()
-    with pytest.raises(IndexerDroppedRequest, match="Indexer dropped the request"):
-        index.record(A, [1, 2], [1], 0.0)
-    assert index.find_matches([1], 0.0) == {}
-    assert index.held_blocks == 0
+    with pytest.raises(InvalidArgument):
+        index.record(A, hashes, 0.0)
+    with pytest.raises(InvalidArgument):
+        index.find_matches(hashes, 0.0)
+    assert (index.held_blocks, index.blocks_of(A)) == (0, 0)
 
 
 def test_over_the_limit_what_would_go_first_goes() -> None:
@@ -111,29 +112,15 @@ def test_what_a_later_prompt_needs_stays_when_another_is_pruned() -> None:
 
 def test_a_prompt_sent_again_and_again_is_kept_once() -> None:
     index, local = PredictedIndex(ttl_s=1000.0), list(range(500))
-    chained = sequence_hashes(local)
-    index.record(A, local, chained, 0.0)
+    index.record(A, local, 0.0)
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
         for i in range(300):
-            index.record(A, local, chained, i * 0.1)
+            index.record(A, local, i * 0.1)
         assert tracemalloc.get_traced_memory()[0] - before < 100 * 300, "not even a hundred bytes each"
     finally:
         tracemalloc.stop()
-
-
-def test_a_sequence_hash_never_stands_for_two_blocks_of_a_rank() -> None:
-    """The prompt is not recorded; those before it are forgotten in their time."""
-    index = PredictedIndex(ttl_s=10.0)
-    index.record(A, [1, 2], [51, 52], 0.0)
-    with pytest.raises(InvalidBlockSequence):
-        index.record(A, [3], [51], 1.0)
-    assert index.find_matches([3], 1.0) == {}
-    assert index.find_matches([1, 2], 1.0) == {A: 2}
-    index.record(B, [3], [51], 1.0)
-    assert index.find_matches([1], 10.5) == {}
-    assert (dict(index.find_matches([3], 10.5)), index.held_blocks) == ({B: 1}, 1)
 
 
 @pytest.mark.parametrize("wrong", [{"ttl_s": -1.0}, {"ttl_s": float("nan")}, {"ttl_s": 1.0, "pruned_share": 1.1}])
@@ -170,6 +157,6 @@ def test_pruned_or_not_nothing_is_left_when_all_had_its_time(seed: int) -> None:
     for step in range(30):
         local = random.choices([1, 2], k=random.randint(1, 5))
         record(index, random.choice([A, B]), local, step * 0.05)
-        assert index.held_blocks == sum(index._index.held_blocks(rank) for rank in (A, B)) <= 6
+        assert index.held_blocks == sum(index.blocks_of(rank) for rank in (A, B)) <= 6
     index.expire(3.0)
-    assert (index.held_blocks, index._index.block_count(), len(index._ends)) == (0, 0, 0)
+    assert (index.held_blocks, index._tree.root.below, len(index._ends)) == (0, None, 0)

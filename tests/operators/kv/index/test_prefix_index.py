@@ -293,18 +293,6 @@ def test_a_block_stored_elsewhere_has_moved() -> None:
     assert index.held_blocks(A) == 2
 
 
-def test_where_nothing_moves_a_block_stored_elsewhere_is_refused() -> None:
-    index = KvIndex(moves=False)
-    store(index, A, [1, 2, 3])
-    before = index.dump()
-    with pytest.raises(InvalidBlockSequence):
-        apply(index, A, KvStored(None, [StoredBlock(name([1, 2]), 9), StoredBlock(50, 8)]))
-    assert (index.dump(), index.held_blocks(A)) == (before, 3)
-    store(index, B, [1, 2])
-    apply(index, B, KvStored(None, [StoredBlock(60, 1)]))  # another name for the same block
-    assert index.find_matches([1, 2, 3]) == {A: 3, B: 2}
-
-
 @pytest.mark.parametrize("count", [3, 40])
 def test_blocks_that_move_from_several_chains_go_with_what_is_below(count: int) -> None:
     index = KvIndex()
@@ -357,25 +345,6 @@ def test_of_blocks_removed_from_the_middle_the_first_counts(count: int) -> None:
     apply(index, A, KvRemoved(gone))
     assert index.find_matches(chain) == {A: 29}
     assert index.held_blocks(A) == 29
-
-
-def test_an_end_goes_back_to_what_something_needs() -> None:
-    index = KvIndex()
-    store(index, A, [1, 2, 3, 4])
-    store(index, A, [7, 8], below=[1, 2])
-    ends = {name([1, 2, 3])}
-    index.remove_end(A, name([1, 2, 3]), ends.__contains__)
-    assert index.find_matches([1, 2, 3, 4]) == {A: 4}, "something is below it"
-    index.remove_end(A, name([1, 2, 3, 4]), ends.__contains__)
-    assert index.find_matches([1, 2, 3, 4]) == {A: 3}
-    index.remove_end(A, name([1, 2, 3]), lambda end: False)
-    assert index.find_matches([1, 2, 3, 4]) == {A: 2}
-    index.remove_end(A, name([1, 2, 7, 8]), lambda end: end == name([1]))
-    assert index.find_matches([1, 2, 7, 8]) == {A: 1}
-    index.remove_end(A, name([1]), lambda end: False)
-    index.remove_end(A, name([1]), lambda end: False)
-    index.remove_end(B, name([1]), lambda end: False)
-    assert (index.held_blocks(A), index.block_count()) == (0, 0)
 
 
 def test_ranks_that_come_and_go_leave_nothing_behind() -> None:
