@@ -137,13 +137,16 @@ class ModelPools:
         """Return the pool of a server's model, made at the first one of it; `has_text`: whether its engine gives text.
 
         Beside prefill servers a pool whose others cannot prefill is as with `enforce_disagg`.
-        Raise InvalidArgument if the model's tokenizer is nowhere on this machine, or cannot be read.
+        Raise InvalidArgument if the model's tokenizer is nowhere on this machine, or cannot be read, and for an engine
+        without text where that is needed.
         """
         name = self._config.model_name or facts.model
         async with self._loading:  # two servers of one model may be found at the same time
             if (pool := self.pools.get(name)) is None:
                 pool = self.pools[name] = await self._made(name, facts, may_prefill, has_text)
                 self._tasks.start_soon(pool.keep)
+        if pool.has_server_text and not has_text:
+            raise no_tokenizer(facts)
         return pool
 
     async def _made(self, name: str, facts: ServerFacts, may_prefill: bool, has_text: bool) -> ModelPool:

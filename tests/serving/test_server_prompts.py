@@ -11,6 +11,7 @@ import pytest
 from pipeline import Cancelled, Context, InvalidArgument
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 from serving.http import app
+from tests.engines.upstream.sglang_worlds import FakeSglang
 from tests.engines.upstream.vllm_worlds import FakeVllm, Tokenizing
 from tests.engines.upstream.worlds import continued
 from tests.serving.upstream_worlds import ONE, TWO, Site, request, tokens
@@ -178,6 +179,18 @@ async def test_a_server_without_a_tokenizer_is_left_out(site: Site) -> None:
         (supervisor,) = opened.supervisors
         assert isinstance(supervisor.problem, InvalidArgument)
         assert "has no tokenizer" in str(supervisor.problem)
+
+
+async def test_a_server_of_another_kind_gives_no_texts_of_the_model(site: Site) -> None:
+    text_server = site.add(ONE, Tokenizing, root="org/tiny")
+    site.add(TWO, FakeSglang)
+    async with site.graph(model_path=None) as opened:
+        await anyio.sleep(5)  # it was tried beside the other one's graph
+        for _ in range(4):
+            answer = await complete(app(opened.graph), model="tiny", prompt="abc", max_tokens=2).run()
+            assert answer.json["choices"][0]["text"] == text([97, 98, 99], 2)
+        assert len(generated(text_server)) == 4
+        assert "the tokenizer of 'tiny' is not on this machine" in str(opened.supervisors[1].problem)
 
 
 async def test_a_folder_on_this_machine_comes_before_the_server(site: Site) -> None:
