@@ -48,6 +48,10 @@ class VllmText(VllmUpstream):
         answer = TextTokenAnswer(request.sampling_options.n or 1, len(request.token_ids), of_completion)
         return evolve(call, answer=answer)
 
+    async def prompt_tokens(self, body: Mapping[str, Any]) -> list[int]:
+        """Return the token ids of a prompt for the engine's model. See `tokenized`."""
+        return await self.tokenized({**body, "model": self.known.model})
+
     async def tokenized(self, body: Mapping[str, Any]) -> list[int]:
         """Return the token ids of a prompt: `prompt`, or `messages` with what belongs to the chat template.
 

@@ -70,6 +70,9 @@ class WorkerConfig:
     """Names of the LoRA adapters that the engine has; each gets a card of its own."""
     byte_level: ByteLevel | None = None
     """What the built-in model has in place of a folder. None: another model."""
+    tokenizes: bool = False
+    """Whether the engine gives the texts of its tokens, and its host makes tokens of prompts: front ends have no
+    tokenizer of the model."""
     custom_jinja_template: Path | None = field(default=None, converter=converters.optional(Path))
     """Chat template instead of the model's own."""
     tool_call_parser: str | None = None

@@ -280,6 +280,7 @@ def card_of(
         needs=mode.needs(route_to_encoder=worker.route_to_encoder, may_prefill=worker.may_prefill),
         aliases=list(engine.model_aliases),
         byte_level=worker.byte_level,
+        tokenizes=worker.tokenizes,
         runtime_config=runtime_config_of(worker, engine, environment or {}),
     ).with_projected_context()
 

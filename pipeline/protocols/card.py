@@ -257,8 +257,9 @@ class ByteLevel:
 class ModelDeploymentCard:
     """A model as one worker serves it. Two cards are equal exactly if what their checksum covers is.
 
-    `needs` is a disjunction of conjunctions of worker types. `context_length` is the older place of the context
-    length; read `effective_context_length`.
+    `needs` is a disjunction of conjunctions of worker types. A worker that `tokenizes` makes tokens of prompts itself,
+    and gives the texts of its tokens; the card has no tokenizer then. `context_length` is the older place of the
+    context length; read `effective_context_length`.
     """
 
     display_name: str
@@ -274,6 +275,7 @@ class ModelDeploymentCard:
     chat_template_file: PromptFormatterFile | None = None
     gen_config: GenerationConfigFile | None = None
     byte_level: ByteLevel | None = None
+    tokenizes: bool = skip(default=False)
     prompt_context: list[Any] | None = None
     architectural_max_context_length: U32 | None = None
     context_length: U32 | None = None
@@ -352,6 +354,8 @@ class ModelDeploymentCard:
             content["aliases"] = self.aliases
         if self.byte_level is not None:
             content["byte_level"] = [self.byte_level.chat_template, self.byte_level.checks_token_ids]
+        if self.tokenizes:
+            content["tokenizes"] = True
         return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
     def __eq__(self, other: object) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 
 import anyio
 from attrs import evolve
@@ -27,6 +28,8 @@ from .admission import Admission
 from .card_files import CardFiles
 from .config import GraphConfig, HostOptions
 from .model_graph import Graphs, ModelGraph
+from .server_prompts import ServerPrompts
+from .worker_prompts import prompt_workers
 from .worker_sets import Answering
 
 _log = logging.getLogger(__name__)
@@ -174,11 +177,16 @@ class AnnouncedSet:
         )
         graph.admission, graph.prefill_admission = self._admission, self._prefill_admission
         self._adopt(graph)
-        try:
-            await graph.run()
-        finally:
-            self._graph = None
-            self._offer()
+        with ExitStack() as views:
+            if card.tokenizes:
+                workers = views.enter_context(prompt_workers(self.endpoint, self._runtime, self._admission))
+                limits, lenient = config.request_limits, config.ignore_unsupported
+                graph.prompts = ServerPrompts(workers, limits, ignore_unsupported=lenient)
+            try:
+                await graph.run()
+            finally:
+                self._graph = None
+                self._offer()
 
     def _renewed(self) -> None:
         if self._graph is not None and self._graph.graphs:

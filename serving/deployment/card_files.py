@@ -31,6 +31,8 @@ from pipeline.loop import time_held
 from pipeline.network import ObjectName, Objects, name_of
 from pipeline.protocols.card import ModelDeploymentCard
 
+from .server_prompts import model_at_servers
+
 _log = logging.getLogger(__name__)
 
 MODEL_BYTES_MAX = 512 * 1024 * 1024
@@ -85,14 +87,17 @@ class CardFiles:
         Raise InvalidArgument for a card from which no model can be made, Unavailable if a file cannot be fetched, or
         cannot be written here, and InvalidMessage if it is not what the card names.
         """
-        files = objects_of(card)
         try:
-            model = await self._read(card, files) if files else _byte_level(card)
+            model = model_at_servers(card.display_name) if card.tokenizes else await self._of_files(card)
         except OSError as error:
             text = f"the files of {card.display_name!r} cannot be kept here: {error.strerror}"
             raise Unavailable(text, cause=error) from error
         lengths = [each for each in (model.context_length, card.effective_context_length) if each]
         return evolve(model, context_length=min(lengths, default=None))
+
+    async def _of_files(self, card: ModelDeploymentCard) -> Model:
+        files = objects_of(card)
+        return await self._read(card, files) if files else _byte_level(card)
 
     async def _read(self, card: ModelDeploymentCard, files: Mapping[str, ObjectName]) -> Model:
         with time_held():

@@ -26,6 +26,7 @@ from pipeline.settings import Variable, at_least, one_of, setting, switch
 from ..routers import RouterName as RouterName
 from .engines import Deployment, find_engine
 from .model_files import is_gguf, model_at
+from .server_prompts import has_text_at_servers
 from .upstream_config import UpstreamConfig
 
 if TYPE_CHECKING:
@@ -190,6 +191,8 @@ class GraphConfig:
             settings = evolve(settings, disaggregation_mode=mode, may_prefill=not self.enforce_disagg)
         if self.lora:
             settings = evolve(settings, adapters=tuple(self.lora))
+        if has_text_at_servers(model):
+            settings = evolve(settings, tokenizes=True)
         if settings.model_name:
             return settings
         if is_gguf(self.model_path):  # the card is made of a folder's files, and this is one file

@@ -7,7 +7,6 @@ first worker      ──► the pool's graph is opened and offered
 from __future__ import annotations
 
 import logging
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,8 @@ from pipeline.network import EndpointId, Runtime
 from .adapters import Adapters
 from .config import GraphConfig, HostOptions
 from .model_graph import AGAIN_S, ModelGraph, Offers
-from .server_prompts import ServerPrompts, ServerTokenizer
+from .server_prompts import ServerPrompts, has_text_at_servers, model_at_servers
+from .upstream_config import no_tokenizer
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -113,7 +113,7 @@ class ModelPool(ModelGraph):
     @property
     def has_server_text(self) -> bool:
         """Whether its servers have the tokenizer, and this machine has not."""
-        return isinstance(self.model.tokenizer, ServerTokenizer)
+        return has_text_at_servers(self.model)
 
 
 class ModelPools:
@@ -160,7 +160,7 @@ class ModelPools:
             enforce_disagg=self._config.enforce_disagg or enforce,
         )
         if folder is None:
-            model = Model(name, ServerTokenizer(), checks_token_ids=False)
+            model = text_at_servers(name, config)
         else:
             with time_held():
                 model = await to_thread.run_sync(config.load_model, abandon_on_cancel=True)
@@ -179,11 +179,9 @@ def folder_of(facts: ServerFacts, config: GraphConfig) -> Path | None:
     return root if root is not None and root.is_absolute() and root.is_dir() else None
 
 
-def no_tokenizer(facts: ServerFacts) -> InvalidArgument:
-    where = "shows no folder" if facts.root is None else f"has it from {facts.root!r}, which is no folder here"
-    name = shlex.quote(facts.model)
-    text = (
-        f"the tokenizer of {facts.model!r} is not on this machine: its server {where}. Give a folder with its"
-        f" tokenizer by --model-path FOLDER, or --upstream-model-path {name}=FOLDER"
-    )
-    return InvalidArgument(text, field="model_path")
+def text_at_servers(name: str, config: GraphConfig) -> Model:
+    """Return the model of servers that make its texts. Raise InvalidArgument for a chat template beside theirs."""
+    if config.worker.custom_jinja_template is not None:
+        text = f"the chats of {name!r} are rendered by its servers: another template needs its folder, by --model-path"
+        raise InvalidArgument(text, field="custom_jinja_template")
+    return model_at_servers(name)

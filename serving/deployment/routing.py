@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from attrs import evolve, frozen
 
@@ -60,6 +60,7 @@ from .kv_routing import KvPool, kv_stage
 if TYPE_CHECKING:
     from pipeline.telemetry import Tracer
 
+T = TypeVar("T")
 
 SILENCE: Variable[float | None] = Variable(
     "DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS",
@@ -107,7 +108,7 @@ async def routing_to(
     with that router, which needs a worker at the start.
     """
     with (
-        closing(_workers_at(endpoint, runtime, admission)) as workers,
+        closing(workers_at(endpoint, runtime, Annotated[LLMEngineOutput], admission)) as workers,
         _pushing(endpoint, config, hosting.environment, runtime, workers, worker_type) as (push, watch),
     ):
         rejection = None if watch is None else Rejection(push, status=OVERLOAD_STATUS.of(hosting.environment))
@@ -118,14 +119,17 @@ async def routing_to(
             yield Routing(endpoint, workers, push, stage >> push, stage, rejection)
 
 
-def _workers_at(endpoint: EndpointId, runtime: Runtime, admission: Admission | None) -> EndpointWorkers[Any, Any]:
+def workers_at(
+    endpoint: EndpointId, runtime: Runtime, item_type: type[T], admission: Admission | None
+) -> EndpointWorkers[Any, T]:
+    """Return the workers at an endpoint, with an admission only those it admits. They are the caller's to close."""
     if admission is None:
-        return runtime.workers(endpoint, Annotated[LLMEngineOutput])
+        return runtime.workers(endpoint, item_type)
     instances = admission.instances(runtime, endpoint)
     return EndpointWorkers(
         endpoint,
         instances,
-        lambda instance: runtime.requests.engine(instance, Annotated[LLMEngineOutput]),
+        lambda instance: runtime.requests.engine(instance, item_type),
         runtime.requests.keep_connected,
     )
 

@@ -1,17 +1,19 @@
 """Prompts of a model whose tokenizer is at its servers only.
 
 ServerPrompts: has one of the servers make tokens of a prompt.
+PromptServer: such a server, of this process or of a worker.
 ServerTokenizer: stands for that tokenizer where a model needs one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import anyio
 from attrs import evolve
 
+from operators import Model
 from operators.text import begins_answer, raw_prompt, template_args, validate
 from pipeline import (
     AsyncEngine,
@@ -28,10 +30,18 @@ from pipeline.protocols.limits import RequestLimits
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest, NvExt
 from pipeline.wire import to_plain
 
-if TYPE_CHECKING:
-    from engines.upstream import VllmText
-
 Request = ChatCompletionRequest | CompletionRequest
+
+
+class PromptServer(Protocol):
+    """What has the tokenizer of a model."""
+
+    async def prompt_tokens(self, body: Mapping[str, Any]) -> list[int]:
+        """Return the token ids of a prompt: `prompt`, or `messages` with what belongs to the chat template.
+
+        Raise a TransportError if the server cannot be reached, and what it refuses the prompt with.
+        """
+        ...
 
 
 class ServerPrompts(Operator[Request, Any, Request, Any]):
@@ -47,7 +57,7 @@ class ServerPrompts(Operator[Request, Any, Request, Any]):
     """
 
     def __init__(
-        self, servers: Callable[[], Sequence[VllmText]], limits: RequestLimits, *, ignore_unsupported: bool
+        self, servers: Callable[[], Sequence[PromptServer]], limits: RequestLimits, *, ignore_unsupported: bool
     ) -> None:
         self._servers, self._limits, self._ignore_unsupported = servers, limits, ignore_unsupported
         self._turn = 0
@@ -75,7 +85,7 @@ class ServerPrompts(Operator[Request, Any, Request, Any]):
         for place in range(len(servers)):
             server = servers[(self._turn + place) % len(servers)]
             try:
-                return await server.tokenized({"model": server.known.model, **wanted})
+                return await server.prompt_tokens(wanted)
             except TransportError as error:
                 failure = Unavailable(f"no server of the model takes prompts: {error}", cause=error)
         raise failure
@@ -111,6 +121,16 @@ def _of_chat(payload: ChatCompletionRequest) -> dict[str, Any]:
     if args := template_args(payload):
         wanted["chat_template_kwargs"] = args
     return wanted
+
+
+def model_at_servers(name: str) -> Model:
+    """Return a model whose tokenizer and chat template are at its servers only."""
+    return Model(name, ServerTokenizer(), checks_token_ids=False)
+
+
+def has_text_at_servers(model: Model) -> bool:
+    """Return whether that is such a model."""
+    return isinstance(model.tokenizer, ServerTokenizer)
 
 
 class ServerTokenizer:

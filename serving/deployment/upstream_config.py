@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import anyio
 from attrs import field, frozen
 
 from engines import DisaggregationMode
@@ -16,7 +18,7 @@ from pipeline.settings import one_of, setting
 from pipeline.wire import from_json
 
 if TYPE_CHECKING:
-    from engines.upstream import Client, KvConnector, Transport, Upstream, VllmText
+    from engines.upstream import Client, KvConnector, ServerFacts, Transport, Upstream, VllmText
 
 UpstreamKind = Literal["auto", "vllm", "sglang", "openai"]
 KvConnectorName = Literal["nixl", "mooncake", "lmcache"]
@@ -78,13 +80,34 @@ class UpstreamConfig:
 
         return not isinstance(engine, SglangUpstream)
 
-    def text_engine(self, engine: Upstream, url: str, transport: Transport | None = None) -> VllmText | None:
-        """Return another engine of the same server that gives texts too; None if there is none for its kind."""
+    async def found(
+        self,
+        url: str,
+        mode: DisaggregationMode,
+        connector: KvConnector,
+        transport: Transport | None,
+        needs_text: Callable[[ServerFacts], bool],
+    ) -> tuple[Upstream, ServerFacts]:
+        """Return the engine of a server that is there, not started, and what it has.
+
+        If the model `needs_text`, it is an engine that gives texts, where there is one for the server's kind: see
+        `text_of`. Raise as `engine`, `check_mode` and the discovery of the engine, and `no_tokenizer` for a server of
+        such a kind that was started without one.
+        """
         from engines.upstream import VllmText, VllmUpstream
 
-        if type(engine) is not VllmUpstream:
-            return None
-        return VllmText(url, api_key=self.api_key, transport=transport)
+        engine = await self.engine(url, mode, connector, transport)
+        try:
+            facts = await engine.discover()
+            self.check_mode(engine, url, mode)
+            if type(engine) is VllmUpstream and needs_text(facts):
+                await engine.cleanup()
+                engine = VllmText(url, api_key=self.api_key, transport=transport)
+                facts = await _with_text(engine, facts)
+        except BaseException:
+            await closed(engine)
+            raise
+        return engine, facts
 
     @staticmethod
     def text_of(engine: Upstream) -> VllmText | None:
@@ -142,6 +165,34 @@ class UpstreamConfig:
         finally:
             await client.aclose()
         return owner if owner in ("vllm", "sglang") else "openai"
+
+
+def no_tokenizer(facts: ServerFacts) -> InvalidArgument:
+    """Return the error for a server whose model's tokenizer is neither here nor of use there."""
+    where = "shows no folder" if facts.root is None else f"has it from {facts.root!r}, which is no folder here"
+    name = shlex.quote(facts.model)
+    text = (
+        f"the tokenizer of {facts.model!r} is not on this machine: its server {where}, and has no tokenizer that can be"
+        f" used from here. Give a folder with its tokenizer by --model-path FOLDER, or --upstream-model-path"
+        f" {name}=FOLDER"
+    )
+    return InvalidArgument(text, field="model_path")
+
+
+async def _with_text(engine: VllmText, facts: ServerFacts) -> ServerFacts:
+    """Return what the server has, for an engine that gives texts; `facts` name the model in the error of `found`."""
+    try:
+        return await engine.discover()
+    except InvalidArgument as error:
+        if error.field != "model_path":
+            raise
+        raise no_tokenizer(facts) from error
+
+
+async def closed(engine: Upstream) -> None:
+    """Close an engine that no worker has."""
+    with anyio.CancelScope(shield=True):
+        await engine.cleanup()
 
 
 async def _owner(client: Client, api_key: str | None) -> str:

@@ -27,6 +27,7 @@ from .graphs import OpenGraph, hosted_graph
 from .model_pools import ModelPool, ModelPools
 from .stages import StandardGraph, TokenGraph
 from .supervisor import Retry, Supervisor
+from .upstream_config import closed
 
 if TYPE_CHECKING:
     from engines.upstream import ServerFacts, Upstream
@@ -172,7 +173,7 @@ class Servers:
             text, may_prefill = self._upstream.text_of(engine), self._upstream.may_prefill(engine)
             pool = await self._pools.pool_of(facts, may_prefill=may_prefill, has_text=text is not None)
         except BaseException:
-            await _ended(engine)
+            await closed(engine)
             raise
         async with self._worker(engine, pool, mode) as worker:
             if engine.known.model != facts.model:
@@ -183,25 +184,8 @@ class Servers:
 
     async def _found(self, url: str, mode: DisaggregationMode) -> tuple[Upstream, ServerFacts]:
         """Return the engine of a server that is there, and its facts. Raise what its discovery raises."""
-        upstream, transport = self._upstream, self._hosting.transports.get(url)
-        engine = await upstream.engine(url, mode, self._connector, transport)
-        try:
-            facts = await engine.discover()
-            upstream.check_mode(engine, url, mode)
-            if self._pools.needs_server_text(facts) and (other := upstream.text_engine(engine, url, transport)):
-                await engine.cleanup()
-                engine = other
-                facts = await engine.discover()
-        except BaseException:
-            await _ended(engine)
-            raise
-        return engine, facts
+        transport, needs_text = self._hosting.transports.get(url), self._pools.needs_server_text
+        return await self._upstream.found(url, mode, self._connector, transport, needs_text)
 
     def _worker(self, engine: Upstream, pool: ModelPool, mode: DisaggregationMode) -> Worker:
         return hosted(engine, pool.config, self._hosting, pool.model, self._runtime, mode)
-
-
-async def _ended(engine: Upstream) -> None:
-    """Close an engine that no worker has."""
-    with anyio.CancelScope(shield=True):
-        await engine.cleanup()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import anyio
@@ -23,11 +23,14 @@ from ..retry import Retry
 from .announced_adapters import announced_adapters
 from .config import GraphConfig, HostOptions
 from .kv_routing import event_log
-from .model_pools import folder_of, no_tokenizer
+from .model_pools import folder_of, text_at_servers
+from .server_prompts import has_text_at_servers
 from .supervisor import Supervisor
+from .upstream_config import closed, no_tokenizer
+from .worker_prompts import serving_prompts
 
 if TYPE_CHECKING:
-    from engines.upstream import ServerFacts
+    from engines.upstream import ServerFacts, Upstream
 
 _log = logging.getLogger(__name__)
 
@@ -102,18 +105,27 @@ class _Servers:
     async def serving(self, url: str) -> AsyncIterator[Worker]:
         """Give a worker of the server in service. Raise what the server's discovery raises."""
         mode, transport = self._config.worker.disaggregation_mode, self._hosting.transports.get(url)
-        engine = await self._upstream.engine(url, mode, self._connector, transport)
-        try:
-            facts = await engine.discover()
-            self._upstream.check_mode(engine, url, mode)
-            config, model = await self._model_of(facts)
-        except BaseException:
-            with anyio.CancelScope(shield=True):
-                await engine.cleanup()
-            raise
+        engine, facts = await self._upstream.found(url, mode, self._connector, transport, self._needs_text)
+        async with AsyncExitStack() as served:
+            try:
+                text = self._upstream.text_of(engine)
+                config, model = await self._model_of(facts, has_text=text is not None)
+                worker = self._worker(engine, config, model)
+                if text is not None:
+                    prompts = serving_prompts(self._runtime, worker.endpoint, worker.worker_id, text)
+                    await served.enter_async_context(prompts)
+            except BaseException:
+                await closed(engine)
+                raise
+            async with worker, announced_adapters(worker, engine), self._beside(worker):
+                if engine.known.model != facts.model:
+                    raise EngineShutdown(f"{url} was started again with another model")
+                yield worker
+
+    def _worker(self, engine: Upstream, config: GraphConfig, model: Model) -> Worker:
         hosting, settings = self._hosting, config.worker_settings(model)
         may_prefill = settings.may_prefill and self._upstream.may_prefill(engine)
-        worker = Worker(
+        return Worker(
             engine,
             evolve(settings, may_prefill=may_prefill),
             runtime=self._runtime,
@@ -124,21 +136,27 @@ class _Servers:
             kv_event_log=event_log,
             tracer=hosting.tracer,
         )
-        async with worker, announced_adapters(worker, engine), self._beside(worker):
-            if engine.known.model != facts.model:
-                raise EngineShutdown(f"{url} was started again with another model")
-            yield worker
 
-    async def _model_of(self, facts: ServerFacts) -> tuple[GraphConfig, Model]:
-        """Return the model of a server, read once, and its config. Raise InvalidArgument without a tokenizer here."""
+    def _needs_text(self, facts: ServerFacts) -> bool:
+        """Return whether the tokenizer of a server's model is only there."""
+        known = self._models.get(facts.model)
+        return folder_of(facts, self._config) is None if known is None else has_text_at_servers(known[1])
+
+    async def _model_of(self, facts: ServerFacts, *, has_text: bool) -> tuple[GraphConfig, Model]:
+        """Return the model of a server, read once, and its config; `has_text`: whether its engine gives text.
+
+        Raise InvalidArgument without a tokenizer here or there.
+        """
         async with self._loading:
             if (known := self._models.get(facts.model)) is None:
-                if (folder := folder_of(facts, self._config)) is None:
+                folder, name = folder_of(facts, self._config), self._config.model_name or facts.model
+                if folder is None and not has_text:
                     raise no_tokenizer(facts)
-                name = self._config.model_name or facts.model
                 config = evolve(self._config.in_namespace_of(name), model_path=folder, model_name=name)
-                model = await config.loaded_model()
+                model = text_at_servers(name, config) if folder is None else await config.loaded_model()
                 lengths = [each for each in (model.context_length, facts.context_length) if each is not None]
                 model = evolve(model, context_length=min(lengths, default=None))
                 known = self._models[facts.model] = config, model
+        if has_text_at_servers(known[1]) and not has_text:
+            raise no_tokenizer(facts)
         return known

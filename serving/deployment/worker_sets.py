@@ -170,6 +170,12 @@ def _unfit(endpoint: EndpointId, card: ModelDeploymentCard) -> str:
         return f"{card.display_name!r} at {endpoint} takes {card.model_input}, and a front end sends Tokens"
     if card.kv_cache_block_size < 1:
         return f"{card.display_name!r} at {endpoint} has KV blocks of no tokens"
+    if not card.tokenizes:
+        return ""
+    if card.role is not WorkerType.AGGREGATED:
+        return f"{card.display_name!r} at {endpoint} is to tokenize as {card.role}: only workers that do both parts can"
+    if card.tokenizer is not None or card.byte_level is not None or card.chat_template_file is not None:
+        return f"{card.display_name!r} at {endpoint} has its tokenizer or template both at its workers and in its card"
     return ""
 
 

@@ -16,6 +16,7 @@ from engines.worker.registration import card_of, with_objects
 from operators import Model
 from operators.text import WHOLE_CHAT
 from pipeline import InvalidArgument, Unavailable
+from pipeline.errors import CodecError
 from pipeline.network import ObjectName
 from pipeline.network.objects import InProcessObjects
 from pipeline.protocols.card import ByteLevel, ModelDeploymentCard, ModelRuntimeConfig, TokenizerFile
@@ -190,6 +191,15 @@ async def test_the_built_in_model_needs_no_files(files: CardFiles, objects: Coun
     model = await files.model(made)
     assert (model.name, model.checks_token_ids, model.context_length) == ("b", False, 64)
     assert model.byte_level_parts == here.byte_level_parts
+    assert objects.fetched == []
+
+
+async def test_a_model_whose_workers_tokenize_needs_no_files(files: CardFiles, objects: CountedObjects) -> None:
+    made = card_of(WorkerConfig(tokenizes=True), EngineConfig(model="b", context_length=64))
+    model = await files.model(made)
+    assert (model.name, model.checks_token_ids, model.context_length, model.chat_template) == ("b", False, 64, None)
+    with pytest.raises(CodecError, match="at the server"):
+        model.tokenizer.encode("text")
     assert objects.fetched == []
 
 

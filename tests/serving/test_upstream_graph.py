@@ -102,7 +102,8 @@ async def test_a_model_without_a_tokenizer_on_this_machine_is_left_out(
     async with site.graph(model_path=None) as opened:
         (supervisor,) = opened.supervisors
         assert isinstance(supervisor.problem, InvalidArgument)
-        assert "has no tokenizer: start it with one, or give the folder of its model" in str(supervisor.problem)
+        assert "from 'org/model', which is no folder here, and has no tokenizer" in str(supervisor.problem)
+        assert "--model-path FOLDER, or --upstream-model-path tiny=FOLDER" in str(supervisor.problem)
         assert opened.workers == []
     assert "is left out" in caplog.text
 

@@ -17,6 +17,8 @@ from pipeline.network import Runtime
 from pipeline.network.discovery import Lease
 from serving.deployment import GraphConfig, HostOptions, UpstreamConfig, announced_graph, upstream_workers
 from serving.http import served
+from tests.engines.upstream.sglang_worlds import FakeSglang
+from tests.engines.upstream.vllm_worlds import Tokenizing
 from tests.serving.upstream_worlds import RETRY, Site, generated, request, tokens
 
 A, B = "http://a:1", "http://b:1"
@@ -132,6 +134,19 @@ async def test_a_model_without_a_tokenizer_here_is_not_served(
     assert "--model-path FOLDER, or --upstream-model-path tiny=FOLDER" in caplog.text
     (level,) = {each.levelname for each in caplog.records if "tokenizer" in each.message}
     assert level == "ERROR"
+
+
+async def test_a_server_of_another_kind_gives_no_texts_to_workers(
+    site: Site, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    site.add(A, Tokenizing, root="org/tiny")
+    site.add(B, FakeSglang)
+    async with deployment(site, folder, tmp_path, model_path=None) as (opened, runtime):
+        await anyio.sleep(5)  # B was tried once the model was known from A
+        (card,) = [one.card for one in await runtime.discovery.models()]
+        assert card.tokenizes
+        assert len(await tokens(opened, request())) == 5
+    assert f"{B} is left out: InvalidArgument (model_path): the tokenizer of 'tiny'" in caplog.text
 
 
 async def test_a_folder_that_is_not_there_is_an_error_at_once(site: Site, folder: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pipeline.protocols.card import (
     ModelInfoFile,
     ModelRuntimeConfig,
     ModelType,
+    PromptFormatterFile,
     TokenizerFile,
     WorkerType,
 )
@@ -28,6 +29,10 @@ BYTES = ByteLevel("x")
 
 def file(digit: str) -> CheckedFile:
     return CheckedFile(f"/a/{digit}", "blake3:" + digit * 64, 5, digit * 64)
+
+
+TOKENIZER = TokenizerFile("hf_tokenizer_json", file("a"))
+TEMPLATE = PromptFormatterFile("hf_chat_template", file("a"))
 
 
 def announced(
@@ -69,6 +74,7 @@ def test_cards_of_one_endpoint_that_agree_are_a_set() -> None:
         ({"model_type": ModelType.Chat}, "model_type (Chat, not Chat|Completions)"),
         ({"model_input": "Text"}, "model_input (Text, not Tokens)"),
         ({"aliases": ["n"]}, "aliases"),
+        ({"byte_level": None, "tokenizes": True}, "tokenizes (True, not none)"),
     ],
 )
 def test_cards_that_disagree_are_refused_as_a_whole_with_what_differs(fields: dict[str, Any], told: str) -> None:
@@ -179,12 +185,24 @@ def test_adapters_alone_are_no_set() -> None:
         ({"display_name": " "}, "without a name"),
         ({"model_input": "Text"}, "takes Text"),
         ({"kv_cache_block_size": 0}, "KV blocks of no tokens"),
+        ({"tokenizes": True}, "both at its workers and in its card"),
+        ({"tokenizes": True, "byte_level": None, "tokenizer": TOKENIZER}, "both at its workers and in its card"),
+        (
+            {"tokenizes": True, "byte_level": None, "chat_template_file": TEMPLATE},
+            "both at its workers and in its card",
+        ),
+        ({"tokenizes": True, "byte_level": None, "worker_type": WorkerType.DECODE}, "is to tokenize as decode"),
     ],
 )
 def test_what_no_front_end_can_serve_is_refused(fields: dict[str, Any], told: str) -> None:
     found = deployment_of([announced(1, **fields)])
     assert found.answering == {}
     assert told in found.refused[BACKEND]
+
+
+def test_workers_that_tokenize_are_a_set() -> None:
+    found = deployment_of([announced(each, byte_level=None, tokenizes=True) for each in (1, 2)])
+    assert (ids(found), found.refused) == ([1, 2], {})
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,15 @@ def test_the_built_in_model_is_in_the_card() -> None:
     assert all(card_checksum(other) != card_checksum(made) for other in others)
 
 
+def test_a_card_states_whether_the_worker_tokenizes() -> None:
+    made = card({"tokenizes": True})
+    assert from_json(to_json(made), ModelDeploymentCard).tokenizes is True
+    assert "tokenizes" not in json.loads(to_json(card()))
+    assert card_checksum(made) != card_checksum(card())
+    with pytest.raises(InvalidArgument, match="tokenizes"):
+        from_json(json.dumps({**json.loads(to_json(made)), "tokenizes": "yes"}).encode(), ModelDeploymentCard)
+
+
 @pytest.mark.parametrize("ending", ["end", "abort"])
 async def test_each_adapter_has_a_card_that_goes_with_the_workers_own(ending: str) -> None:
     config = WorkerConfig(namespace="ns", adapters=("org/sql", "math"))
