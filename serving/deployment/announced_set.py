@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 
 import anyio
 from attrs import evolve
@@ -177,16 +177,17 @@ class AnnouncedSet:
         )
         graph.admission, graph.prefill_admission = self._admission, self._prefill_admission
         self._adopt(graph)
-        with ExitStack() as views:
-            if card.tokenizes:
-                workers = views.enter_context(prompt_workers(self.endpoint, self._runtime, self._admission))
-                limits, lenient = config.request_limits, config.ignore_unsupported
-                graph.prompts = ServerPrompts(workers, limits, ignore_unsupported=lenient)
-            try:
+        try:
+            async with AsyncExitStack() as views:
+                if card.tokenizes:
+                    opening = prompt_workers(self.endpoint, self._runtime, self._admission)
+                    workers = await views.enter_async_context(opening)
+                    limits, lenient = config.request_limits, config.ignore_unsupported
+                    graph.prompts = ServerPrompts(workers, limits, ignore_unsupported=lenient)
                 await graph.run()
-            finally:
-                self._graph = None
-                self._offer()
+        finally:
+            self._graph = None
+            self._offer()
 
     def _renewed(self) -> None:
         if self._graph is not None and self._graph.graphs:

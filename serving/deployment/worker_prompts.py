@@ -8,10 +8,11 @@ serving_prompts: the worker's side. prompt_workers: that of a front end.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
 from typing import Any
 
+import anyio
 from attrs import evolve, frozen
 
 from pipeline import AsyncEngine, Context, Disconnected, function_engine
@@ -19,6 +20,7 @@ from pipeline.network import EndpointId, Runtime
 from pipeline.protocols.field_rules import U32
 
 from .admission import Admission
+from .model_graph import FOUND_S
 from .routing import workers_at
 from .server_prompts import PromptServer
 
@@ -65,16 +67,19 @@ async def serving_prompts(
         await served.close(0)
 
 
-@contextmanager
-def prompt_workers(
+@asynccontextmanager
+async def prompt_workers(
     endpoint: EndpointId, runtime: Runtime, admission: Admission
-) -> Iterator[Callable[[], Sequence[PromptServer]]]:
+) -> AsyncIterator[Callable[[], Sequence[PromptServer]]]:
     """Give what returns the admitted workers at an endpoint as servers of prompts, those that can be reached now.
 
-    If none can be, it returns all. The view of the workers ends with the block.
+    If none can be, it returns all. It is given once a first one is there, or after `FOUND_S`; the view of the workers
+    ends with the block.
     """
     with closing(workers_at(prompts_endpoint(endpoint), runtime, PromptTokens, admission)) as workers:
         workers.keep_connected(lambda: None)
+        with anyio.move_on_after(FOUND_S):
+            await workers.wait_for_instances()
 
         def present() -> Sequence[PromptServer]:
             ids, unreachable = workers.instance_ids(), workers.reach().unreachable

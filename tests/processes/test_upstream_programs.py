@@ -85,11 +85,12 @@ def deltas(site: ProgramSite, on_delta: anyio.Event) -> list[str]:
     return found
 
 
-async def test_texts_of_servers_without_files_outlive_a_worker(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["file", "nats"])
+async def test_texts_of_servers_without_files_outlive_a_worker(tmp_path: Path, kind: str) -> None:
     async with anyio.create_task_group() as tasks, AsyncExitStack() as running:
         servers = [Tokenizing(tasks, root="org/tiny", token_s=0.02) for _ in range(2)]
         urls = [await running.enter_async_context(listening(one)) for one in servers]
-        site = await running.enter_async_context(site_of(tmp_path, "file"))
+        site = await running.enter_async_context(site_of(tmp_path, kind))
         workers = [worker(site, f"worker-{number}", url) for number, url in enumerate(urls)]
         front = site.program("front-end", site.port, "serve", "--port", str(site.port), "--router", "kv")
         for each in (*workers, front):

@@ -16,6 +16,7 @@ from pipeline.network import EndpointId, Instance
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage, CompletionRequest
 from pipeline.testing import ScriptedEngine
 from serving.deployment.admission import Admission
+from serving.deployment.model_graph import FOUND_S
 from serving.deployment.worker_prompts import (
     PromptTokens,
     prompt_workers,
@@ -276,14 +277,36 @@ class Repeats:
 async def test_only_admitted_workers_make_tokens() -> None:
     async with deployment() as network, network.runtime() as runtime, network.runtime() as caller:
         admission, one, other = Admission(), Repeats(), Repeats()
-        async with serving_prompts(runtime, BACKEND, 1, one), serving_prompts(runtime, BACKEND, 2, other):
-            with prompt_workers(BACKEND, caller, admission) as present:
-                await anyio.sleep(0.1)
-                assert present() == []
-                admission.admit({2, 3})
+        async with (
+            serving_prompts(runtime, BACKEND, 1, one),
+            serving_prompts(runtime, BACKEND, 2, other),
+            prompt_workers(BACKEND, caller, admission) as present,
+        ):
+            assert present() == []
+            admission.admit({2, 3})
+            (server,) = present()
+            assert await server.prompt_tokens({"ids": [7, 2**32 - 1], "more": [{"a": None}]}) == [7, 2**32 - 1]
+            assert (one.bodies, other.bodies) == ([], [{"ids": [7, 2**32 - 1], "more": [{"a": None}]}])
+
+
+async def test_a_front_end_waits_a_while_for_the_first_worker_that_makes_tokens() -> None:
+    async with deployment() as network, network.runtime() as runtime, network.runtime() as caller:
+        admission = Admission()
+        admission.admit({1})
+        begun_s = anyio.current_time()
+        async with prompt_workers(BACKEND, caller, admission) as present:
+            assert (present(), anyio.current_time() - begun_s) == ([], FOUND_S)
+
+        async def serve_late() -> None:
+            await anyio.sleep(1)
+            async with serving_prompts(runtime, BACKEND, 1, Repeats()):
+                await anyio.sleep(1)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve_late)
+            async with prompt_workers(BACKEND, caller, admission) as present:
                 (server,) = present()
-                assert await server.prompt_tokens({"ids": [7, 2**32 - 1], "more": [{"a": None}]}) == [7, 2**32 - 1]
-                assert (one.bodies, other.bodies) == ([], [{"ids": [7, 2**32 - 1], "more": [{"a": None}]}])
+                assert await server.prompt_tokens({"ids": [1]}) == [1]
 
 
 async def test_workers_that_cannot_be_reached_make_no_tokens_while_others_can() -> None:
@@ -292,7 +315,7 @@ async def test_workers_that_cannot_be_reached_make_no_tokens_while_others_can() 
         admission.admit({1, 2})
         dead = Instance(where.namespace, where.component, where.endpoint, 2, transport={"tcp": "127.0.0.1:65000"})
         await runtime.discovery.register(dead)
-        with prompt_workers(BACKEND, caller, admission) as present:
+        async with prompt_workers(BACKEND, caller, admission) as present:
             await anyio.sleep(1)
             assert len(present()) == 1, "without another one it is tried"
             async with serving_prompts(runtime, BACKEND, 1, Repeats()):
@@ -307,8 +330,7 @@ async def test_a_worker_that_gives_no_tokens_is_a_typed_error(answer: list[Any])
         admission = Admission()
         admission.admit({1})
         served_there = await runtime.serve(prompts_endpoint(BACKEND), ScriptedEngine(answer), instance_id=1)
-        with prompt_workers(BACKEND, caller, admission) as present:
-            await anyio.sleep(0.1)
+        async with prompt_workers(BACKEND, caller, admission) as present:
             (server,) = present()
             with pytest.raises(PenstockError) as raised:
                 await server.prompt_tokens({"ids": [1]})
