@@ -27,7 +27,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -41,7 +40,7 @@ from rich.table import Table
 
 from operators.kv import KvIndex, WorkerRank, kv_events
 from operators.kv.events import EventFeed
-from operators.kv.load import ActiveRequest, ActiveSequences, AddRequest, Free, MarkPrefillCompleted, ReplicaSync
+from operators.kv.load import BOOKED, COMPUTED, ENDED, ActiveRequest, ActiveSequences, ReplicaSync
 from operators.kv.load.ranks import Slot
 from operators.kv.load.sequences import SequenceLoad
 from pipeline.network import Event, Missed, Runtime, Scope
@@ -79,12 +78,12 @@ def publish_bookings(sync: ReplicaSync, blocks: int, count: int) -> Iterator[Non
         request = ActiveRequest(f"chatcmpl-{random.getrandbits(128):032x}-{number}")
         request.slot = slot
         hashes = [random.getrandbits(64) for _ in range(blocks)]
-        sync.publish(request, partial(AddRequest.of, SequenceLoad(hashes, 16 * blocks)), None)
+        sync.publish(BOOKED, request, SequenceLoad(hashes, 16 * blocks))
         yield
-        sync.publish(request, MarkPrefillCompleted, None)
+        sync.publish(COMPUTED, request)
         live.append(request)
         if len(live) > _LIVE:
-            sync.publish(live.pop(0), Free, None)
+            sync.publish(ENDED, live.pop(0))
 
 
 def kv_changes(row: str, count: int) -> Iterator[RouterEvent]:

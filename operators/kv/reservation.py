@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from attrs import define, field
 
@@ -21,16 +20,7 @@ from pipeline.loop import clock
 from pipeline.protocols import LLMEngineOutput
 
 from .decision import Decision
-from .load import (
-    EXPIRY_S,
-    ActiveRequest,
-    ActiveSequences,
-    AddRequest,
-    Free,
-    MarkPrefillCompleted,
-    ReplicaSync,
-    SequenceLoad,
-)
+from .load import BOOKED, COMPUTED, ENDED, EXPIRY_S, ActiveRequest, ActiveSequences, ReplicaSync, SequenceLoad
 from .metrics import RequestMeter
 from .numbers import RankNumbers
 from .pace import UNOBSERVED, Pace, PaceMeter
@@ -52,7 +42,6 @@ class Reservation(ActiveRequest):
     prompt_tokens: int = 0
     expected_output_tokens: int | None = None
     """Length of the answer that the client expects; output blocks then weigh less the nearer it is."""
-    lora_name: str | None = None
     tracks_output_blocks: bool = False
     """Whether output blocks count as load."""
     meter: RequestMeter | None = None
@@ -182,7 +171,7 @@ class LoadBook:
             before_tokens = max(0, reservation.queued_tokens - load.prefill_tokens)
             self._meter.booked(before_tokens, load.prefill_tokens, decision.prompt.isl_tokens)
         if self.peers is not None:
-            self.peers.publish(reservation, partial(AddRequest.of, load), reservation.lora_name)
+            self.peers.publish(BOOKED, reservation, load)
 
     def pace(self, now_s: float) -> Pace:
         """Return how the workers answer, as far as that is observed. When it changes, so do the blocks held lately."""
@@ -203,7 +192,7 @@ class LoadBook:
     def finish_prefill(self, reservation: Reservation) -> bool:
         if marked := self.sequences.finish_prefill(reservation, self.now_s()):
             if self.peers is not None:
-                self.peers.publish(reservation, MarkPrefillCompleted, reservation.lora_name)
+                self.peers.publish(COMPUTED, reservation)
             self.on_room()
         return marked
 
@@ -218,7 +207,7 @@ class LoadBook:
         if self._meter is not None and released and reservation.first_token_s is not None:
             self._meter.ended(reservation.output_tokens, self.clock() - reservation.first_token_s)
         if self.peers is not None:
-            self.peers.publish(reservation, Free, reservation.lora_name)
+            self.peers.publish(ENDED, reservation)
         if released:
             self.on_room()
         return released

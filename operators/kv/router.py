@@ -280,7 +280,6 @@ class KvRouter:
             block_size_tokens=self.block_size_tokens,
             prompt_tokens=request.prompt_tokens,
             expected_output_tokens=request.expected_output_tokens,
-            lora_name=request.blocks.lora_name,
             tracks_output_blocks=self.config.router_track_output_blocks,
         )
         load = self._load(decision, settings, hashes)

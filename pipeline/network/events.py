@@ -81,12 +81,16 @@ class Publisher(ABC):
     def publish(self, payload: object) -> None:
         """Send the event to the present subscribers. Does not wait; may be called from any thread."""
 
-    def publish_if_read(self, make: Callable[[], object]) -> None:
-        """Publish what `make` returns, now; it need not be called where there is no subscriber.
+    def publish_soon(self, make: Callable[[], object]) -> bool:
+        """Publish what `make` returns when events are next sent, which delays no event that would leave before.
 
-        The event has its number in any case, so a subscriber that comes later is told that it has missed something.
+        So what comes until then can be part of one event. Return False, and never call `make`, where there is no
+        subscriber; the event has its number in any case, so a subscriber that comes later is told that it has missed
+        something. An event that is still to be made is made and published before the next one of its publisher. This
+        publisher makes it now, and raises what `make` and `publish` raise.
         """
         self.publish(make())
+        return True
 
 
 class EventPlane(ABC):

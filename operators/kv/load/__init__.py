@@ -1,23 +1,24 @@
 """Blocks and prefill tokens in flight on each worker, shared between routers."""
 
 from .blocks import ActiveBlocks, HeldBlocks
-from .field import Load, LoadField, Weights
-from .peers import BookingsPart, BookingsRequest, ShareLimits, shared_bookings
-from .ranks import Column, MissingDuration, PotentialLoad, PromptLoad, RankLoads
-from .replicas import (
+from .booking_events import (
     ACTIVE_SEQUENCES_TOPIC,
-    BATCH_EVENTS,
+    BOOKED,
+    COMPUTED,
+    ENDED,
     ActiveSequenceEvent,
     AddRequest,
-    Applied,
     Duration,
     Free,
     MarkPrefillCompleted,
     PrefillLoadHint,
-    ReplicaSync,
+    RouterSteps,
     SequenceEventData,
-    apply_events,
 )
+from .field import Load, LoadField, Weights
+from .peers import BookingsPart, BookingsRequest, ShareLimits, shared_bookings
+from .ranks import Column, MissingDuration, PotentialLoad, PromptLoad, RankLoads
+from .replicas import BATCH_EVENTS, Applied, ReplicaSync, apply_events
 from .sequences import (
     ACTIVE_REQUEST_EXPIRY,
     EXPIRY_S,
@@ -32,6 +33,9 @@ __all__ = [
     "ACTIVE_REQUEST_EXPIRY",
     "ACTIVE_SEQUENCES_TOPIC",
     "BATCH_EVENTS",
+    "BOOKED",
+    "COMPUTED",
+    "ENDED",
     "EXPIRY_S",
     "SWEEP_EVERY_S",
     "ActiveBlocks",
@@ -55,6 +59,7 @@ __all__ = [
     "PromptLoad",
     "RankLoads",
     "ReplicaSync",
+    "RouterSteps",
     "SequenceEventData",
     "SequenceLoad",
     "ShareLimits",

@@ -24,7 +24,8 @@ from pipeline.network import EndpointId, EndpointWorkers, Runtime, Scope
 from pipeline.protocols.field_rules import U64
 
 from ..other_routers import OtherRouters
-from .replicas import ACTIVE_SEQUENCES_TOPIC, ActiveSequenceEvent, ReplicaSync
+from .booking_events import ACTIVE_SEQUENCES_TOPIC, ActiveSequenceEvent
+from .replicas import ReplicaSync
 
 BOOKINGS_ENDPOINT = "router_bookings"
 """Name of the endpoint, in the workers' component, at which routers give their bookings."""

@@ -5,13 +5,6 @@
 
 Source: dynamo lib/kv-router/src/sequences/replica_sync.rs. Other than there every event received is applied before a
 worker is chosen, and what is sent does not queue here: the event plane does not wait.
-
-The events by which routers of the same workers share their requests, and how a router applies them.
-
-Source: dynamo lib/kv-router/src/protocols.rs, ActiveSequenceEvent, and sequences/replica_sync.rs. The wire form is the
-same; output blocks are not shared. Other than there a router's bookings are its own: the same request id booked here,
-or by a third router, is another booking. So a request that is prefilled in one pool and decoded in another, or sent
-again through another router, never collides with itself.
 """
 
 from __future__ import annotations
@@ -19,106 +12,27 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Self, TypeAlias
+from functools import partial
+from typing import TypeAlias
 
 import anyio
-from attrs import define, frozen
+from attrs import frozen
 
 from pipeline import InvalidArgument
 from pipeline.network import EndpointId, Event, EventPlane, Scope
-from pipeline.protocols.field_rules import U32, U64, IntRange, Tagged, null
 from pipeline.rx import DisposableBase
 
 from ..errors import BookingError
-from ..types import WorkerRank
+from .booking_events import (
+    ACTIVE_SEQUENCES_TOPIC,
+    ENDED,
+    ActiveSequenceEvent,
+    AddRequest,
+    MarkPrefillCompleted,
+    RouterSteps,
+    Step,
+)
 from .sequences import ActiveRequest, ActiveSequences, SequenceLoad
-
-ACTIVE_SEQUENCES_TOPIC = "active_sequences_events"
-"""Topic of these events on the event plane."""
-
-_NS = 1_000_000_000
-
-Nanoseconds: TypeAlias = Annotated[int, IntRange(0, _NS - 1)]
-
-
-@frozen
-class Duration:
-    """A time as other routers write it."""
-
-    secs: U64
-    """Whole seconds."""
-    nanos: Nanoseconds
-    """The rest, in nanoseconds."""
-
-    @classmethod
-    def of(cls, seconds: float) -> Self:
-        """Return the duration, rounded to nanoseconds."""
-        return cls(*divmod(round(seconds * _NS), _NS))
-
-    @property
-    def seconds(self) -> float:
-        return self.secs + self.nanos / _NS
-
-
-@define
-class PrefillLoadHint:
-    """The load of a prompt that counts."""
-
-    initial_effective_prefill_tokens: U64
-    """Prompt tokens the worker must compute."""
-    expected_prefill_duration: Duration | None = null()
-    """How long that takes; None if it is not modelled."""
-
-
-@define
-class AddRequest:
-    """A request was booked."""
-
-    token_sequence: list[U64] | None = null()
-    """Sequence hashes of its blocks; None if blocks are not tracked."""
-    track_prefill_tokens: bool = True
-    """Whether the tokens of the hint count."""
-    expected_output_tokens: U32 | None = null()
-    """The client's estimate, in tokens."""
-    prefill_load_hint: PrefillLoadHint | None = null()
-    """None if the prompt does not count."""
-
-    @classmethod
-    def of(cls, load: SequenceLoad) -> Self:
-        """Return the step in which a request with this load is booked."""
-        hint = None
-        if load.prefill_tokens:
-            duration_s = load.prefill_duration_s
-            hint = PrefillLoadHint(load.prefill_tokens, None if duration_s is None else Duration.of(duration_s))
-        return cls(list(load.hashes) or None, load.prefill_tokens > 0, prefill_load_hint=hint)
-
-
-@frozen
-class MarkPrefillCompleted:
-    """The prompt of a request is computed."""
-
-
-@frozen
-class Free:
-    """A request has ended."""
-
-
-SequenceEventData: TypeAlias = Annotated[
-    AddRequest | MarkPrefillCompleted | Free,
-    Tagged({"AddRequest": AddRequest, "MarkPrefillCompleted": MarkPrefillCompleted, "Free": Free}),
-]
-
-
-@define
-class ActiveSequenceEvent:
-    """One step in the life of a request, published by the router it is from. `worker` counts for `AddRequest` only."""
-
-    request_id: str
-    worker: WorkerRank
-    data: SequenceEventData
-    router_id: U64
-    lora_name: str | None = null()
-
 
 ReceivedEvent: TypeAlias = tuple[float, ActiveSequenceEvent]
 """An event and when it was received."""
@@ -155,7 +69,7 @@ def apply_events(
             loads_changed = made_room = True
         if isinstance(data, AddRequest):
             try:
-                sequences.book(booked_as, event.worker, _load(data), received_s, registered_only=registered_only)
+                sequences.book(booked_as, event.worker, data.load(), received_s, registered_only=registered_only)
                 loads_changed = True
             except (BookingError, InvalidArgument):
                 dropped += 1
@@ -173,18 +87,10 @@ def _router_of(booked_as: str) -> int | None:
     return int(router_id) if separator and router_id.isdecimal() else None
 
 
-def _load(data: AddRequest) -> SequenceLoad:
-    hint = data.prefill_load_hint
-    if hint is None:
-        return SequenceLoad(data.token_sequence or ())
-    tokens = hint.initial_effective_prefill_tokens if data.track_prefill_tokens else 0
-    duration = hint.expected_prefill_duration
-    return SequenceLoad(data.token_sequence or (), tokens, None if duration is None else duration.seconds)
-
-
 BATCH_EVENTS = 256
+"""The most steps in one event, too."""
 BATCH_S = 0.001
-"""Events are applied when so many have arrived, or after so long."""
+"""Steps are applied when so many have arrived, or after so long."""
 KEPT_EVENTS = 4096
 """Events of a router that are kept during its repair."""
 REPORT_EVERY_S = 10.0
@@ -207,12 +113,15 @@ class ReplicaSync:
         where = EndpointId.parse(endpoint)
         scope = Scope(where.namespace, where.component)
         self._publisher = events.publisher(scope, ACTIVE_SEQUENCES_TOPIC)
-        self._events = events.subscribe(scope, ACTIVE_SEQUENCES_TOPIC, ActiveSequenceEvent, but=self._publisher)
+        self._events = events.subscribe(scope, ACTIVE_SEQUENCES_TOPIC, RouterSteps, but=self._publisher)
         self._registered_only = registered_only
         self._sequences: ActiveSequences | None = None
         self._now_s: Callable[[], float] = anyio.current_time
         self._following: DisposableBase | None = None
-        self._received: list[ReceivedEvent] = []
+        self._received: list[tuple[float, RouterSteps]] = []
+        self._received_steps = 0
+        self._unpublished: list[Step] | None = None
+        """Steps of the event that is made when events are next sent; None if none is due."""
         self._made_room = False
         self._news: anyio.Event | None = None
         self._unsent = 0
@@ -241,7 +150,8 @@ class ReplicaSync:
         """Apply the events received, each as of its arrival."""
         if not self._received or self._sequences is None:
             return
-        received, self._received = self._received, []
+        received = [(received_s, event) for received_s, steps in self._received for event in steps.events()]
+        self._received, self._received_steps = [], 0
         applied = apply_events(self._sequences, received, registered_only=self._registered_only)
         self._made_room |= applied.made_room
         if applied.dropped:
@@ -263,19 +173,24 @@ class ReplicaSync:
             if self.made_room():
                 wake()
 
-    def publish(self, request: ActiveRequest, step: Callable[[], SequenceEventData], lora_name: str | None) -> None:
+    def publish(self, kind: str, request: ActiveRequest, load: SequenceLoad | None = None) -> None:
         """Publish a step of a request that is or was booked here; also long after it expired or its worker left.
 
-        `step` makes it, where another router is there. A failure is logged, with the number since the last report:
-        routing goes on without.
+        Steps until events are next sent are one event; where there is no other router none is made. A failure is
+        logged, with the number since the last report: routing goes on without.
         """
-        if step is Free and self._sequences is not None and self._sequences.get(request.request_id):
+        if kind == ENDED and self._sequences is not None and self._sequences.get(request.request_id):
             return  # the id was booked again meanwhile, which has ended this booking at the other routers already
+        steps = self._unpublished
+        if steps is not None and len(steps) < BATCH_EVENTS:
+            steps.append((kind, request, load))
+            return
+        steps = self._unpublished = [(kind, request, load)]
         try:
-            self._publisher.publish_if_read(
-                lambda: ActiveSequenceEvent(request.request_id, request.rank, step(), self.router_id, lora_name)
-            )
+            if not self._publisher.publish_soon(partial(self._made, steps)):
+                self._unpublished = None
         except Exception as error:
+            self._unpublished = None
             self._unsent += 1
             now_s = self._now_s()
             if self._reported_s is None or now_s - self._reported_s >= REPORT_EVERY_S:
@@ -334,14 +249,21 @@ class ReplicaSync:
         if self._news is not None:
             self._news.set()
 
-    def _receive(self, event: Event[ActiveSequenceEvent]) -> None:
-        router_id = event.payload.router_id
-        if router_id == self.router_id:
+    def _made(self, steps: list[Step]) -> RouterSteps:
+        """Return the event of these steps; later ones are not part of it."""
+        if self._unpublished is steps:
+            self._unpublished = None
+        return RouterSteps.of(self.router_id, steps)
+
+    def _receive(self, event: Event[RouterSteps]) -> None:
+        steps = event.payload
+        if steps.router_id == self.router_id:
             return
-        if (since := self._since.get(router_id)) is not None:
-            since.append(event.payload)
-        self._received.append((self._now_s(), event.payload))
-        if len(self._received) >= BATCH_EVENTS:
+        if (since := self._since.get(steps.router_id)) is not None:
+            since.extend(steps.events())
+        self._received.append((self._now_s(), steps))
+        self._received_steps += len(steps.kinds)
+        if self._received_steps >= BATCH_EVENTS:
             self.take_in()
         if self._news is not None:
             self._news.set()

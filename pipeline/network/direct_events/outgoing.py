@@ -2,6 +2,7 @@
 
 publish, in any thread ──► numbered in the loop ──► local subscribers
                                                └──► one queue a reader: bounded, the oldest dropped ──► its stream
+publish_soon ──► due, until a reader's next item is made ──► published as above
 """
 
 from __future__ import annotations
@@ -45,10 +46,18 @@ _log = logging.getLogger(__name__)
 
 
 class ReaderQueue:
-    """The events that wait for one reader of a channel. For one loop and one reading task."""
+    """The events that wait for one reader of a channel. For one loop and one reading task.
 
-    def __init__(self, publishers: list[PublisherState], limits: DirectEventLimits) -> None:
-        self._limits = limits
+    `publish_due` is called before an item is made: it publishes, here and elsewhere, what was left until then.
+    """
+
+    def __init__(
+        self,
+        publishers: list[PublisherState],
+        limits: DirectEventLimits,
+        publish_due: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._limits, self._publish_due = limits, publish_due
         self._first: list[PublisherState] | None = publishers
         self._events: deque[tuple[bytes, int, int, int]] = deque()
         """The payload of each, its publisher, its number and its date in milliseconds."""
@@ -75,6 +84,10 @@ class ReaderQueue:
             self._dropped[dropped_id] = number + 1
         self._news.wake()
 
+    def wake(self) -> None:
+        """Have the reader's next item made: an event is due."""
+        self._news.wake()
+
     def close(self) -> None:
         """End the stream after what waits."""
         self._is_closed = True
@@ -93,7 +106,7 @@ class ReaderQueue:
                 states, self._first = self._first, None
                 yield EventBatch(states)
             while True:
-                while self._events:
+                while self._has_events():
                     yield self._next_batch()
                 if self._is_closed:
                     return
@@ -103,6 +116,10 @@ class ReaderQueue:
                     await self._gathered.wait_until(next_s)
         finally:
             forget()
+
+    def _has_events(self) -> bool:
+        self._publish_due()
+        return bool(self._events)
 
     def _next_batch(self) -> EventBatch:
         events, dropped, self._dropped = self._events, self._dropped, {}
@@ -140,6 +157,8 @@ class PublishedChannels:
         self._publishers: dict[Channel, dict[int, int]] = {}
         """The next number of each publisher."""
         self._readers: dict[Channel, list[ReaderQueue]] = {}
+        self._due: dict[Channel, dict[int, Callable[[], object]]] = {}
+        """What makes the next event of each publisher that has one due; only of channels with a reader."""
         self._is_closed = False
 
     @property
@@ -180,6 +199,8 @@ class PublishedChannels:
     def publish(self, channel: Channel, publisher_id: int, payload: object, skipped: int) -> None:
         """Number the payload, after `skipped` numbers, and deliver it. Raise CodecError if it has no MessagePack form
         and another process reads the channel."""
+        if channel in self._due:
+            self._publish_due(channel, publisher_id)
         numbers = self._publishers.get(channel, {})
         if (sequence := numbers.get(publisher_id)) is None:
             return
@@ -196,20 +217,27 @@ class PublishedChannels:
                 event = Event(publisher_id, sequence, at_ms, channel[1], payload)
                 self._local.deliver(channel, event, skipped > 0)
 
-    def pass_over(self, channel: Channel, publisher_id: int) -> bool:
-        """Number an event that no subscriber would receive; return False, with nothing done, if one would.
+    def publish_soon(self, channel: Channel, publisher_id: int, make: Callable[[], object]) -> bool:
+        """Publish an event with the next item of a reader; number it and return False if there is no subscriber.
 
         A process that reads the channel later begins with the next number, and so has missed this one.
         """
-        if channel in self._readers or self._local.takes(channel, publisher_id):
+        if self._local.takes(channel, publisher_id):
+            self.publish(channel, publisher_id, make(), 0)
+            return True
+        if channel not in self._readers or self._handle is None:
+            self._skip_number(channel, publisher_id)
             return False
-        if publisher_id in (numbers := self._publishers.get(channel, {})):
-            numbers[publisher_id] += 1
+        self._publish_due(channel, publisher_id)
+        self._due.setdefault(channel, {})[publisher_id] = make
+        self._handle.run(partial(self._wake_readers, channel))
         return True
 
     async def close(self) -> None:
         """Remove the publishers from the store and end the streams. What fails is logged: it lapses by itself."""
         self._is_closed = True
+        for channel in list(self._due):
+            self._publish_all_due(channel)
         keys = [channel_key(channel, one) for channel, numbers in self._publishers.items() for one in numbers]
         self._publishers.clear()
         for readers in self._readers.values():
@@ -229,16 +257,45 @@ class PublishedChannels:
     async def _read(self, request: ChannelRequest, context: Context[ChannelRequest]) -> AsyncIterator[EventBatch]:
         channel = (request.scope, request.topic)
         numbers = self._publishers.get(channel, {})
-        queue = ReaderQueue([PublisherState(*state) for state in numbers.items()], self._limits)
+        states = [PublisherState(*state) for state in numbers.items()]
+        queue = ReaderQueue(states, self._limits, partial(self._publish_all_due, channel))
         self._readers.setdefault(channel, []).append(queue)
         try:
             async with aclosing(queue.batches(context)) as batches:
                 async for batch in batches:
                     yield batch
         finally:
+            self._publish_all_due(channel)  # it may have been the only reader
             self._readers[channel].remove(queue)
             if not self._readers[channel]:
                 del self._readers[channel]
+
+    def _wake_readers(self, channel: Channel) -> None:
+        for reader in self._readers.get(channel, ()):
+            reader.wake()
+
+    def _publish_all_due(self, channel: Channel) -> None:
+        if channel in self._due:
+            for publisher_id in list(self._due[channel]):
+                self._publish_due(channel, publisher_id)
+
+    def _publish_due(self, channel: Channel, publisher_id: int) -> None:
+        """Publish the publisher's event that is due, if one is. One that cannot be made or sent shows as missed."""
+        if (due := self._due.get(channel)) is None or (make := due.pop(publisher_id, None)) is None:
+            return
+        if not due:
+            del self._due[channel]
+        next_sequence = self._publishers.get(channel, {}).get(publisher_id)
+        try:
+            self.publish(channel, publisher_id, make(), 0)
+        except Exception:
+            _log.warning("an event of %s is lost", channel[1], exc_info=True)
+            if next_sequence == self._publishers.get(channel, {}).get(publisher_id):
+                self._skip_number(channel, publisher_id)
+
+    def _skip_number(self, channel: Channel, publisher_id: int) -> None:
+        if publisher_id in (numbers := self._publishers.get(channel, {})):
+            numbers[publisher_id] += 1
 
     def _is_live(self, channel: Channel, publisher_id: int) -> bool:
         return publisher_id in self._publishers.get(channel, {})
@@ -303,11 +360,13 @@ class _DirectPublisher(Publisher):
             self._is_scheduled = True
         self._handle.run(self._deliver)
 
-    def publish_if_read(self, make: Callable[[], object]) -> None:
+    def publish_soon(self, make: Callable[[], object]) -> bool:
         with self._lock:
             is_next = self._handle.is_here and not self._is_scheduled
-        if not (is_next and self._channels.pass_over(self._channel, self.publisher_id)):
-            self.publish(make())
+        if is_next:
+            return self._channels.publish_soon(self._channel, self.publisher_id, make)
+        self.publish(make())
+        return True
 
     def _deliver(self) -> None:
         with self._lock:

@@ -209,5 +209,5 @@ def test_a_subscriber_may_leave_out_the_events_of_one_publisher() -> None:
     mine, other = (events.publisher(HERE, "load") for _ in range(2))
     events.subscribe(HERE, "load", object, but=mine).subscribe(received.append)
     for publisher in (mine, other):
-        publisher.publish_if_read(lambda: "x")
+        publisher.publish_soon(lambda: "x")
     assert [(event.publisher_id, event.sequence, event.payload) for event in received] == [(other.publisher_id, 0, "x")]

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from operators.kv import WorkerRank
-from operators.kv.load.replicas import (
+from operators.kv.load import (
     ActiveSequenceEvent,
     AddRequest,
     Duration,

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from operators.kv.load import AddRequest, MarkPrefillCompleted, SequenceLoad, shared_bookings
-from operators.kv.load.sequences import ActiveRequest
+from operators.kv.load import (
+    ACTIVE_SEQUENCES_TOPIC,
+    BATCH_EVENTS,
+    BOOKED,
+    COMPUTED,
+    RouterSteps,
+    SequenceLoad,
+    shared_bookings,
+)
 from operators.kv.reservation import Reservation
+from pipeline.network import Scope
 from tests.operators.kv.load.worlds import ENDPOINT, placed, prompt, router_of, view
 from tests.pipeline.network.direct_events.worlds import Deployment, deployment
 
@@ -77,26 +84,55 @@ async def test_a_router_that_is_alone_again_goes_on_for_the_next_one() -> None:
             booked.release()
 
 
+class Hashes(list[int]):
+    """Hashes that count how often they are read."""
+
+    read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.read += 1
+        return super().__iter__()
+
+
 async def test_what_a_router_publishes_is_made_for_another_one_only() -> None:
-    made_for: list[Any] = []
-
-    def step(load: SequenceLoad) -> AddRequest:
-        made_for.append(load)
-        return AddRequest.of(load)
-
     async with (
         deployment() as made,
         made.process() as here,
         shared_bookings(here, ENDPOINT) as peers,
         router_of(peers) as alone,
     ):
-        booked = await placed(alone, prompt(), "r")
-        request: ActiveRequest = booked
-        peers.publish(request, partial(step, SequenceLoad([1], 4)), None)
-        peers.publish(request, MarkPrefillCompleted, None)
-        assert made_for == []
+        booked, hashes = await placed(alone, prompt(), "r"), Hashes([1])
+        peers.publish(BOOKED, booked, SequenceLoad(hashes, 4))
+        peers.publish(COMPUTED, booked)
+        await anyio.sleep(1)
+        assert hashes.read == 0
         async with made.process() as there, shared_bookings(there, ENDPOINT) as other, router_of(other):
             await anyio.sleep(2)
-            peers.publish(request, partial(step, SequenceLoad([1], 4)), None)
-            assert len(made_for) == 1
+            peers.publish(BOOKED, booked, SequenceLoad(hashes, 4))
+            await anyio.sleep(1)
+            assert hashes.read == 1
         booked.release()
+
+
+async def test_steps_until_events_are_sent_are_one_event_of_so_many_at_most() -> None:
+    async with (
+        deployment() as made,
+        made.process() as here,
+        made.process() as there,
+        shared_bookings(here, ENDPOINT) as peers,
+        router_of(peers) as router,
+    ):
+        events: list[str] = []
+        steps = there.events.subscribe(Scope("ns", "workers"), ACTIVE_SEQUENCES_TOPIC, RouterSteps)
+        steps.subscribe(lambda event: events.append(event.payload.kinds))
+        await anyio.sleep(1)
+        booked = await placed(router, prompt(), "r")
+        booked.mark_prefill_completed()
+        booked.release()
+        await anyio.sleep(1)
+        assert events == ["bce"]
+        events.clear()
+        for _ in range(BATCH_EVENTS + 1):
+            peers.publish(COMPUTED, booked)
+        await anyio.sleep(1)
+        assert list(map(len, events)) == [BATCH_EVENTS, 1]

@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
 
 from operators.kv.load import (
+    BOOKED,
+    COMPUTED,
+    ENDED,
+    ActiveRequest,
     ActiveSequenceEvent,
     ActiveSequences,
     AddRequest,
@@ -16,13 +22,15 @@ from operators.kv.load import (
     Free,
     MarkPrefillCompleted,
     PrefillLoadHint,
+    RouterSteps,
     SequenceEventData,
     SequenceLoad,
     apply_events,
 )
+from operators.kv.load.ranks import Slot
 from operators.kv.types import WorkerRank
 from pipeline import InvalidArgument
-from pipeline.wire import from_json, from_msgpack, from_plain, to_json, to_msgpack, to_plain
+from pipeline.wire import from_json, from_msgpack, from_plain, record_reader, to_json, to_msgpack, to_plain
 
 WORKER, ELSEWHERE = WorkerRank(7, 1), 2
 
@@ -183,3 +191,72 @@ def test_what_is_no_event_is_refused_at_its_place(change: dict[str, Any], field:
     with pytest.raises(InvalidArgument) as refused:
         from_json(to_json(GOOD | change), ActiveSequenceEvent)
     assert refused.value.field == field
+
+
+# -- steps that leave together
+
+u64 = st.integers(0, 2**64 - 1)
+loads = st.builds(SequenceLoad, st.lists(u64, max_size=4), u64, st.none() | st.floats(0, 1e6, allow_nan=False))
+steps = st.lists(
+    st.tuples(st.sampled_from([BOOKED, COMPUTED, ENDED]), st.text(), u64, st.integers(0, 2**32 - 1), loads), max_size=9
+)
+
+
+def booked_on(request_id: str, rank: WorkerRank) -> ActiveRequest:
+    request = ActiveRequest(request_id)
+    request.slot = Slot(rank, 1, lazy=False)
+    return request
+
+
+def data_of(kind: str, load: SequenceLoad) -> SequenceEventData:
+    return AddRequest.of(load) if kind == BOOKED else MarkPrefillCompleted() if kind == COMPUTED else Free()
+
+
+@given(steps)
+def test_steps_that_leave_together_are_the_same_as_one_by_one(given: list[Any]) -> None:
+    published = [
+        (kind, booked_on(name, WorkerRank(worker_id, dp_rank)), load if kind == BOOKED else None)
+        for kind, name, worker_id, dp_rank, load in given
+    ]
+    together = RouterSteps.of(ELSEWHERE, published)
+    events = list(record_reader(RouterSteps)(to_msgpack(together)).events())
+    assert [(event.request_id, event.data, event.router_id) for event in events] == [
+        (name, data_of(kind, load), ELSEWHERE) for kind, name, _, _, load in given
+    ]
+    assert [event.worker for event in events if isinstance(event.data, AddRequest)] == [
+        WorkerRank(worker_id, dp_rank) for kind, _, worker_id, dp_rank, _ in given if kind == BOOKED
+    ]
+
+
+STEPS = RouterSteps(ELSEWHERE, "bce", ["a", "a", "b"], [7], [1], [[1, 2]], [4], [None])
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"kinds": "bcx"}, "kinds"),
+        ({"kinds": "bc"}, "request_ids"),
+        ({"kinds": "bbe"}, ""),
+        ({"request_ids": ["a", "a"]}, "request_ids"),
+        ({"worker_ids": []}, ""),
+        ({"dp_ranks": [1, 2]}, ""),
+        ({"dp_ranks": [2**32]}, "dp_ranks[0]"),
+        ({"hashes": []}, ""),
+        ({"hashes": [[-1]]}, "hashes[0][0]"),
+        ({"prefill_tokens": [None]}, "prefill_tokens[0]"),
+        ({"prefill_durations_ns": []}, ""),
+        ({"prefill_durations_ns": [0.5]}, "prefill_durations_ns[0]"),
+    ],
+)
+def test_columns_that_do_not_fit_each_other_are_refused(change: dict[str, Any], field: str) -> None:
+    good = to_plain(STEPS)
+    assert record_reader(RouterSteps)(to_msgpack(good)) == STEPS
+    with pytest.raises(InvalidArgument) as refused:
+        record_reader(RouterSteps)(to_msgpack(good | change))
+    assert refused.value.field == field
+
+
+def test_a_duration_of_centuries_is_the_longest_there_is() -> None:
+    request = booked_on("a", WORKER)
+    together = RouterSteps.of(ELSEWHERE, [(BOOKED, request, SequenceLoad([], 1, 1e300))])
+    assert from_msgpack(to_msgpack(together), RouterSteps).prefill_durations_ns == [10**19]

@@ -14,11 +14,10 @@ from operators.kv import KvRouterConfig, kv_router
 from operators.kv.load import (
     ACTIVE_SEQUENCES_TOPIC,
     BATCH_EVENTS,
-    ActiveSequenceEvent,
-    AddRequest,
-    Free,
+    BOOKED,
+    ENDED,
     ReplicaSync,
-    SequenceLoad,
+    RouterSteps,
 )
 from operators.kv.queue import PolicyClass, PolicyProfile
 from operators.kv.reservation import Reservation
@@ -215,12 +214,12 @@ async def test_an_end_long_after_expiry_does_not_end_the_same_id_booked_anew() -
 
 async def test_an_end_is_published_once_however_often_it_is_released() -> None:
     async with Runtime.in_process() as runtime:
-        payloads: list[object] = []
-        bookings = runtime.events.subscribe(Scope("ns", "workers"), ACTIVE_SEQUENCES_TOPIC, ActiveSequenceEvent)
-        with bookings.subscribe(lambda event: payloads.append(event.payload.data)):
+        kinds: list[str] = []
+        bookings = runtime.events.subscribe(Scope("ns", "workers"), ACTIVE_SEQUENCES_TOPIC, RouterSteps)
+        with bookings.subscribe(lambda event: kinds.append(event.payload.kinds)):
             booked = await placed(router_of(ReplicaSync(runtime.events, ENDPOINT)), prompt(), "r")
             assert [booked.release() for _ in range(2)] == [True, False]
-        assert payloads[1:] == [Free()]
+        assert kinds == [BOOKED, ENDED]
 
 
 async def test_a_closed_router_receives_nothing_and_still_publishes_its_ends() -> None:
@@ -311,10 +310,10 @@ async def test_a_listener_that_releases_while_others_are_placed_places_more_and_
         for name in ("aaa", "bbbb", "ccccc"):
             tasks.start_soon(place, name)
             await settled()
-        bookings = runtime.events.subscribe(Scope("ns", "workers"), ACTIVE_SEQUENCES_TOPIC, ActiveSequenceEvent)
+        bookings = runtime.events.subscribe(Scope("ns", "workers"), ACTIVE_SEQUENCES_TOPIC, RouterSteps)
 
-        def release_another(event: Event[ActiveSequenceEvent]) -> None:
-            if event.payload.request_id == "aaa":
+        def release_another(event: Event[RouterSteps]) -> None:
+            if event.payload.request_ids[0] == "aaa":
                 second.release()
 
         with bookings.subscribe(release_another):
@@ -329,8 +328,8 @@ async def test_a_listener_that_releases_while_others_are_placed_places_more_and_
 # -- batches and failures
 
 
-def added(number: int, router_id: int = 5) -> ActiveSequenceEvent:
-    return ActiveSequenceEvent(f"r{number}", WorkerRank(1), AddRequest.of(SequenceLoad([number], 4)), router_id)
+def added(number: int, router_id: int = 5) -> RouterSteps:
+    return RouterSteps(router_id, BOOKED, [f"r{number}"], [1], [0], [[number]], [4], [None])
 
 
 async def test_300_bookings_are_taken_in_as_256_and_44() -> None:

@@ -1,4 +1,7 @@
-"""Events that nobody receives are numbered and not made; the publisher's own subscriber may leave them out."""
+"""Events that are made when they are sent; those that nobody receives are numbered only.
+
+The publisher's own subscriber may leave its events out.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from threading import Thread
 from typing import Any
 
 import anyio
+import pytest
 from attrs import define, frozen
 
 from pipeline.network import Event, Missed, Scope
@@ -35,7 +39,7 @@ class Made:
 
     def publish(self, count: int = 1) -> None:
         for _ in range(count):
-            self.publisher.publish_if_read(self._maker(self.published))
+            self.publisher.publish_soon(self._maker(self.published))
             self.published += 1
 
     def _maker(self, number: int) -> Callable[[], Load]:
@@ -126,3 +130,86 @@ async def test_threads_publish_what_is_read_in_the_order_of_the_numbers() -> Non
         await anyio.sleep(1)
         assert received == list(range(2, 54))
         assert loads.made == 52
+
+
+async def test_an_event_is_made_when_it_is_sent_and_not_before() -> None:
+    """So whatever happened until then can be part of it, however many processes read."""
+    async with processes(3) as (_, (here, *others)):
+        publisher, happened = here.events.publisher(HERE, TOPIC), [3]
+        received = [loads_received(other) for other in others]
+        await anyio.sleep(1)
+        assert publisher.publish_soon(lambda: Load(sum(happened)))
+        happened.append(4)
+        await anyio.sleep(1)
+        happened.append(5)
+        assert received == [[7], [7]]
+
+
+def loads_received(process: Process) -> list[int]:
+    received: list[int] = []
+    process.events.subscribe(HERE, TOPIC, Load).subscribe(lambda event: received.append(event.payload.blocks))
+    return received
+
+
+@pytest.mark.parametrize("how", ["publish", "publish_soon"])
+async def test_an_event_that_is_due_comes_before_the_next_one(how: str) -> None:
+    async with processes(2) as (_, (here, there)):
+        loads, received = Made(here.events.publisher(HERE, TOPIC)), record(there)
+        await anyio.sleep(1)
+        loads.publish(2)
+        assert loads.made == 1
+        if how == "publish":
+            loads.publisher.publish(Load(2))
+            assert loads.made == 2
+        else:
+            loads.publish()
+        await anyio.sleep(1)
+        assert received == [0, 1, 2]
+
+
+async def test_an_event_that_cannot_be_made_is_missed_and_ends_no_stream(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> object:
+        raise ValueError("no event")
+
+    async with processes(2) as (_, (here, there)):
+        loads, received = Made(here.events.publisher(HERE, TOPIC)), record(there)
+        await anyio.sleep(1)
+        for make in (fail, object):  # the second has no MessagePack form
+            loads.publisher.publish_soon(make)
+            await anyio.sleep(1)
+            assert "is lost" in caplog.text
+            caplog.clear()
+        loads.published = 2
+        loads.publish()
+        await anyio.sleep(1)
+        assert received == [Missed(loads.publisher.publisher_id), 2]
+
+
+async def test_an_event_that_is_due_leaves_with_the_plane() -> None:
+    async with processes(2) as (_, (here, there)):
+        loads, received = Made(here.events.publisher(HERE, TOPIC)), record(there)
+        await anyio.sleep(1)
+        loads.publish()
+        await here.events.close()
+        assert loads.made == 1
+        await anyio.sleep(1)
+        assert received == [0]
+
+
+async def test_an_event_whose_only_reader_has_gone_is_made_and_missed() -> None:
+    async with processes(2) as (made, (here, there)):
+        loads, received = Made(here.events.publisher(HERE, TOPIC)), record(there)
+        await anyio.sleep(1)
+        made.faults.held = anyio.Event()  # the reader takes nothing more
+        loads.publish()
+        await anyio.sleep(1)
+        loads.publish()
+        made.faults.break_streams()
+        made.faults.held.set()
+        made.faults.held = None
+        await anyio.sleep(10)
+        assert loads.made == 2
+        loads.publish()
+        await anyio.sleep(1)
+        assert (received[-1], loads.made) == (2, 3)
+        assert received[:-1] in ([0, Missed(loads.publisher.publisher_id)], [Missed(loads.publisher.publisher_id)])
