@@ -4,7 +4,9 @@
     the other routers ──► received ──► applied: 256 at a time, after 1 ms, and before each decision
 
 Source: dynamo lib/kv-router/src/sequences/replica_sync.rs. Other than there every event received is applied before a
-worker is chosen, and what is sent does not queue here: the event plane does not wait.
+worker is chosen, and what is sent does not queue here: the event plane does not wait. And a router's bookings are its
+own: the same request id booked here, or by a third router, is another booking. So a request that is prefilled in one
+pool and decoded in another, or sent again through another router, never collides with itself.
 """
 
 from __future__ import annotations
