@@ -161,4 +161,4 @@ class TransferExchange:
             return
         if len(self._missed) < self._waiting_max:
             absent: TransferRole = "destination" if "source" in session.endpoints else "source"
-            self._missed[session.key] = _Missed(session.ending, absent, session.deadline_s)
+            self._missed[session.key] = _Missed(session.ending.for_absent_side(), absent, session.deadline_s)

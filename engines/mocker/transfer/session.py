@@ -26,10 +26,10 @@ from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 import anyio
 from anyio import CancelScope
-from attrs import frozen
+from attrs import evolve, frozen
 
 from pipeline import Cancelled, Control
-from pipeline.errors import BackendConnectionTimeout, BackendDisconnected, BackendResponseTimeout
+from pipeline.errors import BackendConnectionTimeout, BackendDisconnected, BackendResponseTimeout, BackendUnknown
 
 from .protocol import (
     ActionKind,
@@ -104,6 +104,10 @@ class Ending:
     cause: Exception | None = None
     had_met: bool = False
     """Whether both sides were there."""
+
+    def for_absent_side(self) -> Ending:
+        """Return it with the cause as text. An exception holds its frames, and they hold the request."""
+        return self if self.cause is None else evolve(self, cause=BackendUnknown(str(self.cause)))
 
     def error_for(self, role: TransferRole, request_id: str) -> Exception:
         """Return the error for that side."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import AsyncGenerator
 from typing import Any
 from uuid import UUID
@@ -166,6 +168,16 @@ async def test_a_side_that_comes_after_the_other_gave_up_fails_at_once() -> None
     assert anyio.current_time() == started_s
     assert side.calls == []
     assert exchange.sessions == 0
+
+
+async def test_what_the_other_side_will_read_keeps_no_request_alive() -> None:
+    exchange, side = TransferExchange(), ScriptedSide(fails_in="hold")
+    kept = weakref.ref(side)
+    await attend(exchange, "source", side)
+    del side
+    gc.collect()
+    assert kept() is None
+    assert "failed: hold" in str(await attend(exchange, "destination", ScriptedSide()))
 
 
 async def test_a_side_that_gave_up_alone_may_come_again() -> None:
