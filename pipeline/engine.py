@@ -41,7 +41,7 @@ class AsyncEngine(Stage, ABC, Generic[In_contra, Out_co]):
     E9. Nothing stays open after any ending: no stream, no task, no reservation.
     E10. Concurrent requests do not affect each other: neither items, nor stop, kill, close or faults.
     E11. A request stopped or killed beforehand gets `Cancelled`, or a stream that ends under E3 or E4.
-    E12. Cancelling the task that waits, in `generate` or in a read, releases everything.
+    E12. Cancelling the task that waits, in `generate` or in a read, ends the wait and releases everything.
     E13. Reading items that are all ready lets other tasks run at intervals, so that a deadline, and a stop or kill by
          another task, comes in time.
 

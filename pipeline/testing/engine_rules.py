@@ -13,6 +13,7 @@ from ..context import Context
 from ..engine import AsyncEngine
 from ..errors import Cancelled, ContractViolation, PenstockError
 from ..stream import ResponseStream
+from .cancelled_reads import read_until_cancelled
 from .subject import Subject, watched, within
 
 Rule = Callable[[Subject], Awaitable[None]]
@@ -269,17 +270,11 @@ async def e12_cancelling_the_reader_releases_everything(subject: Subject) -> Non
         async with watched(subject) as (engine, watch):
             with within(subject.within_s, "ending after its reader was cancelled"):
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(_read_all, engine, subject)
+                    tasks.start_soon(read_until_cancelled, engine, subject.new_request(), tasks.cancel_scope)
                     for _ in range(turns):
                         await checkpoint()
                     tasks.cancel_scope.cancel()
             await watch.expect_nothing_open(f"after its reader was cancelled at turn {turns}")
-
-
-async def _read_all(engine: AsyncEngine[Any, Any], subject: Subject) -> None:
-    async with await engine.generate(subject.new_request()) as stream:
-        async for _ in stream:
-            await checkpoint()
 
 
 async def e13_ready_items_let_other_tasks_run(subject: Subject) -> None:

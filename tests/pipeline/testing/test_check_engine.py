@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -216,6 +216,64 @@ class KeepsACancelledRead(Good):
         await stream.aclose()
 
 
+class SwallowsInEachRead(Good):
+    """Goes on with the item after a cancellation: the task that reads never ends before the stream."""
+
+    async def items(self, request: Context[int], release: ReleaseOnce) -> AsyncGenerator[int, None]:
+        async with aclosing(super().items(request, release)) as items:
+            async for item in items:
+                with suppress(anyio.get_cancelled_exc_class()):
+                    await anyio.sleep(1)
+                yield item
+
+
+class SkipsWhatWasCancelled(Good):
+    """Swallows all in one read, and ends as if nothing had been."""
+
+    async def items(self, request: Context[int], release: ReleaseOnce) -> AsyncGenerator[int, None]:
+        async with aclosing(super().items(request, release)) as items:
+            async for item in items:
+                try:
+                    await anyio.sleep(1)
+                except BaseException:
+                    continue
+                yield item
+
+
+class NeverEndsItsRead(Good):
+    async def items(self, request: Context[int], release: ReleaseOnce) -> AsyncGenerator[int, None]:
+        async with aclosing(super().items(request, release)) as items:
+            async for item in items:
+                while not request.is_stopped:
+                    try:
+                        await anyio.sleep(1)
+                    except BaseException:
+                        continue
+                    break
+                yield item
+
+
+class TakesItsTimeToRelease(Good):
+    """Waits at its end, at each of several levels, as a cancellation comes again and again: that is no fault."""
+
+    async def items(self, request: Context[int], release: ReleaseOnce) -> AsyncGenerator[int, None]:
+        async with aclosing(super().items(request, release)) as items:
+            async for item in items:
+                try:
+                    try:
+                        await anyio.sleep(1)
+                    finally:
+                        with suppress(anyio.get_cancelled_exc_class()):
+                            await anyio.sleep(1)
+                finally:
+                    with anyio.move_on_after(1, shield=True):
+                        await anyio.sleep(2)
+                    for _ in range(3):
+                        with suppress(anyio.get_cancelled_exc_class()):
+                            await anyio.sleep(0.1)
+                yield item
+
+
 class RepeatsWhatItTook(Good):
     """Makes all its items of what it took from another stream, and never waits: its own stream is no source."""
 
@@ -280,10 +338,18 @@ async def test_each_rule_catches_the_engine_that_breaks_it(rule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "rule"), [(RaisesOnStop, "E3"), (NeverWakesForKill, "E4"), (NeverWakesForKill, "E3")]
+    ("broken", "rule"),
+    [
+        *((RaisesOnStop, "E3"), (NeverWakesForKill, "E4"), (NeverWakesForKill, "E3")),
+        *((SwallowsInEachRead, "E12"), (SkipsWhatWasCancelled, "E12"), (NeverEndsItsRead, "E12")),
+    ],
 )
 async def test_other_ways_to_break_a_rule_are_caught(broken: type[Good], rule: str) -> None:
     assert rule in await _broken_rules(broken, [rule])
+
+
+async def test_what_a_cancelled_read_waits_for_at_its_end_is_not_swallowing() -> None:
+    assert await _broken_rules(TakesItsTimeToRelease, ["E12"]) == set()
 
 
 async def test_an_engine_that_lets_other_tasks_run_itself_holds_the_rule() -> None:
