@@ -23,6 +23,7 @@ from attrs import Factory, define, field
 from pipeline.errors import ExceededLimit
 
 from ..problems import Problem, Refusal
+from .arrivals import Arrivals
 from .connections import NEVER, Application, Connections
 from .cycle import Cycle, Waiters
 from .http1 import ChunkedBody, answer_of, header_lines
@@ -66,6 +67,7 @@ class AppHost:
     forget_task: Callable[[asyncio.Task[None]], None] = field(
         init=False, default=Factory(lambda self: self.tasks.discard, takes_self=True)
     )
+    arrivals: Arrivals = field(init=False, factory=Arrivals)
     context: Context = field(init=False, factory=copy_context)
     """The context of that callback. With the method bound once, it saves each task a context and a method."""
     is_draining: bool = field(init=False, default=False)

@@ -159,7 +159,7 @@ class Connection(ClosingConnection):
             else:
                 self._left_bytes = head.length_bytes
         self._cycle = Cycle(head, self)
-        self._spawn(self._cycle.run(self._host.application))
+        self._spawn(self._cycle.run(self._host.application, self._host.arrivals))
 
     def _spawn(self, coroutine: Any) -> None:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from ..http import ON_GONE
 from ..problems import INTERNAL
+from .arrivals import Arrivals
 from .connections import Application, Message
 from .http1 import CLOSE, Head, Headers, answer_head, answer_of
 
@@ -69,6 +70,7 @@ class Cycle:
         "_head",
         "_keep_alive",
         "_left_bytes",
+        "_length_bytes",
         "_more_body",
         "_on_gone",
         "_unsent_head",
@@ -85,6 +87,7 @@ class Cycle:
         self._channel = channel
         self._keep_alive = head.keep_alive
         self._body = self._unsent_head = b""
+        self._length_bytes = head.length_bytes or 0
         self._more_body = head.length_bytes != 0
         self._delivered = False
         self._changed = Waiters()
@@ -140,9 +143,11 @@ class Cycle:
             self._on_gone = None
             callback()
 
-    async def run(self, app: Application) -> None:
-        """Run the app. Its error is logged, and answered if no answer has begun."""
+    async def run(self, app: Application, arrivals: Arrivals) -> None:
+        """Run the app once the request may begin. Its error is logged, and answered if no answer has begun."""
         try:
+            if (turn := arrivals.enter(self._length_bytes)) is not None:
+                await turn
             await app(self.scope, self.receive, self.send)
         except asyncio.CancelledError:
             self._channel.broken()
