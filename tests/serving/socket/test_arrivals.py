@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from functools import partial
 
 import anyio
 import pytest
@@ -25,17 +24,16 @@ A_TURN = TURN_BYTES // REQUEST_BYTES
 
 async def turns_of(bodies_bytes: list[int]) -> list[list[int]]:
     """Return which requests begin in each turn, when all come in one."""
-    arrivals, begun = Arrivals(), [list[int]()]
+    arrivals, waiting = Arrivals(), dict[int, asyncio.Future[None]]()
     for index, body_bytes in enumerate(bodies_bytes):
-        if (turn := arrivals.enter(body_bytes)) is None:
-            begun[-1].append(index)
-        else:
-            turn.add_done_callback(partial(lambda index, _: begun[-1].append(index), index))
-    while sum(map(len, begun)) < len(bodies_bytes):
-        begun.append([])
+        if (turn := arrivals.enter(body_bytes)) is not None:
+            waiting[index] = turn
+    turns = [[index for index in range(len(bodies_bytes)) if index not in waiting]]
+    while waiting:
         await checkpoint()
-        await checkpoint()  # a callback of a future runs a turn later, as a task that awaits it
-    return [turn for turn in begun if turn]
+        turns.append([index for index, turn in waiting.items() if turn.done()])
+        waiting = {index: turn for index, turn in waiting.items() if not turn.done()}
+    return turns
 
 
 async def test_requests_that_come_together_begin_a_few_in_each_turn_in_their_order() -> None:
@@ -55,6 +53,7 @@ async def test_a_turn_ends_with_the_request_that_reaches_its_bytes(bodies_bytes:
     assert [index for turn in turns for index in turn] == list(range(len(bodies_bytes)))
     sizes = [[REQUEST_BYTES + bodies_bytes[index] for index in turn] for turn in turns]
     assert all(sum(turn[:-1]) < TURN_BYTES for turn in sizes)
+    assert all(sum(turn) >= TURN_BYTES for turn in sizes[:-1])
 
 
 async def test_a_request_that_was_cancelled_while_it_waited_takes_the_place_of_none() -> None:
@@ -127,5 +126,5 @@ async def test_all_requests_of_a_crowd_are_answered_and_no_turn_begins_too_many(
             client.writer.write(GET)
         assert [(await client.answer()).status for client in clients] == [200] * len(clients)
         tasks.cancel_scope.cancel()
-    assert sum(began.values()) == len(clients)
+    assert began.total() == A_TURN * 4
     assert max(began.values()) <= A_TURN * 2  # a turn is counted in its middle
