@@ -15,6 +15,7 @@ from .long_json import WINDOW as WINDOW
 from .long_json import JsonSize as JsonSize
 from .sse import DONE as DONE
 from .sse import SSEDecoder, SSEMessage, encode
+from .token_items import is_of_tokens as is_of_tokens
 from .token_items import item_to_msgpack as item_to_msgpack
 from .token_items import items_reader as items_reader
 from .token_items import plain_reader as plain_reader

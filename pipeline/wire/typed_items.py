@@ -3,17 +3,19 @@ codec, in a quarter of the time.
 
 Each is an `Annotated[LLMEngineOutput]` of token ids, the index of its choice, a plain finish reason and counts of
 tokens with at most those of the cache, and nothing else: nearly all items of a stream, the first and the last included.
-The records have its fields in the order of the general codec, to which any other item is left.
+The records have its fields in the order of the general codec, to which any other item is left. The usual item, of token
+ids and index alone, may also be short: a list of these two.
 """
 
 from __future__ import annotations
 
 from typing import Annotated as Marked
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from ..annotated import Annotated
 from ..protocols import CompletionUsage, FinishReason, LLMEngineOutput, PromptTokensDetails
 from ..protocols.field_rules import U32_MAX
 
@@ -66,9 +68,26 @@ class TypedItem(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     data: TypedOutput
 
 
+ShortItem: TypeAlias = tuple[list[_U32], _U32 | None]
+"""Token ids and index."""
+
 _encode = msgspec.msgpack.Encoder().encode
-typed_items: Final = msgspec.msgpack.Decoder(list[TypedItem]).decode
+typed_items: Final = msgspec.msgpack.Decoder(list[ShortItem | TypedItem]).decode
 """Returns the items of a MessagePack list; raises ValueError if one of them is another one."""
+
+
+def short_item(plain: list[Any]) -> ShortItem:
+    """Return the short item that a MessagePack list is. Raise ValueError if it is none."""
+    token_ids, index = msgspec.convert(plain, ShortItem)
+    return token_ids, index
+
+
+def item_of(found: ShortItem | TypedItem) -> Annotated[LLMEngineOutput]:
+    """Return the item of a stream."""
+    if isinstance(found, tuple):
+        token_ids, index = found
+        return Annotated(LLMEngineOutput(token_ids, index=index))
+    return Annotated(found.data.chunk())
 
 
 def typed_to_msgpack(chunk: LLMEngineOutput) -> bytes | None:

@@ -113,7 +113,10 @@ class RemoteCall:
         """Send the call and return its stream once the worker has one. Raise what the worker's engine raises."""
         request, connection = self.request, self._connection
         payload = to_plain(request.payload)  # by its own rules, which leave out what stays in this process
-        head = CallHead(self._instance.key, request.id, payload, request.metadata, inject(request), request.is_stopped)
+        head = CallHead(
+            self._instance.key, request.id, payload, request.metadata, inject(request), request.is_stopped,
+            self._reader.plain is not None,
+        )  # fmt: skip
         body = to_msgpack(head)
         self._check_size(len(body))
         released = ReleaseOnce(self.release)

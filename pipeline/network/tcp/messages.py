@@ -60,6 +60,8 @@ class CallHead:
     """Headers of the trace."""
     is_stopped: bool = False
     """Whether the request was stopped before it was sent."""
+    has_short_items: bool = False
+    """Whether its caller reads items of tokens alone as lists of their ids and their index."""
 
 
 def read(body: bytes, cls: type[T]) -> T:

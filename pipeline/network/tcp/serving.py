@@ -7,7 +7,7 @@ from typing import Any
 
 import anyio
 
-from pipeline import AsyncEngine, Context, Disconnected, InvalidArgument, to_error
+from pipeline import AsyncEngine, Disconnected, InvalidArgument, to_error
 from pipeline.foreign import raise_if_ours
 from pipeline.wire import from_plain, item_to_msgpack
 
@@ -67,8 +67,18 @@ class TcpServing(Serving):
         if not self._calls:
             self._idle = anyio.Event()
         self._calls[call] = None
+        is_short = head.has_short_items
         try:
-            await self._answer(call, request, metered)
+            async with await self._engine.generate(request) as stream:
+                call.begin()
+                async for item in stream:
+                    if metered is not None:
+                        try:  # noqa: SIM105  # as in the embedded runtime
+                            metered.tokens += len(item.data.token_ids)
+                        except (AttributeError, TypeError):
+                            pass
+                    if not call.send_item(item_to_msgpack(item, is_short=is_short)):
+                        await call.room()
             call.end()
         except BaseException as error:
             raise_if_ours(error)
@@ -77,18 +87,6 @@ class TcpServing(Serving):
             call.fail(to_error(error))
         finally:
             self._end(call, metered)
-
-    async def _answer(self, call: ServedCall, request: Context[Any], metered: MeteredCall | None) -> None:
-        async with await self._engine.generate(request) as stream:
-            call.begin()
-            async for item in stream:
-                if metered is not None:
-                    try:  # noqa: SIM105  # as in the embedded runtime
-                        metered.tokens += len(item.data.token_ids)
-                    except (AttributeError, TypeError):
-                        pass
-                if not call.send_item(item_to_msgpack(item)):
-                    await call.room()
 
     def _end(self, call: ServedCall, metered: MeteredCall | None) -> None:
         self._calls.pop(call, None)

@@ -18,6 +18,7 @@ from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput
 from pipeline.protocols.usage import CompletionTokensDetails, PromptTokensDetails
 from pipeline.wire import (
     from_msgpack,
+    from_plain,
     item_to_msgpack,
     items_reader,
     plain_reader,
@@ -72,16 +73,48 @@ def test_the_bytes_are_those_of_the_general_codec(item: Any) -> None:
     assert item_to_msgpack(item) == to_msgpack(item)
 
 
-@given(st.lists(items, max_size=40))
-def test_items_read_are_those_of_the_general_codec(given_items: list[Any]) -> None:
-    body = to_msgpack([*map(_plain, given_items)])
-    read = items_reader(KIND)(body)
+@given(items)
+def test_a_short_item_is_a_usual_one_as_ids_and_index(item: Any) -> None:
+    short, output = msgspec.msgpack.decode(item_to_msgpack(item, is_short=True)), item.data
+    if output is not None and item == Annotated(LLMEngineOutput(output.token_ids, index=output.index)):
+        assert short == [output.token_ids, output.index]
+    else:
+        assert short == _plain(item)
+
+
+@given(st.lists(st.tuples(items, st.booleans()), max_size=40))
+def test_items_read_are_those_of_the_general_codec_short_or_not(given_items: list[tuple[Any, bool]]) -> None:
+    body = to_msgpack([_plain(item) for item, _ in given_items])
+    read = items_reader(KIND)(to_msgpack([_plain(item, is_short=is_short) for item, is_short in given_items]))
     assert to_msgpack(read) == body
     assert [item.data for item in read] == [item.data for item in from_msgpack(body, list[KIND])]
 
 
-def _plain(item: Any) -> Any:
-    return msgspec.msgpack.decode(to_msgpack(item))
+def _plain(item: Any, *, is_short: bool = False) -> Any:
+    return msgspec.msgpack.decode(item_to_msgpack(item, is_short=is_short))
+
+
+@pytest.mark.parametrize(
+    "short", [[], [[1]], [[1], 0, 0], [1, 0], [[-1], 0], [[2**32], 0], [[1], -1], [[1], "0"], [["1"], 0], [None, 0]]
+)
+def test_a_list_that_is_no_short_item_is_refused(short: list[Any]) -> None:
+    for body in (to_msgpack([short]), to_msgpack([short, _plain(Annotated(LLMEngineOutput([1], text="a")))])):
+        with pytest.raises(InvalidArgument, match="expected an item of tokens"):
+            items_reader(KIND)(body)
+
+
+def test_short_items_stand_beside_items_that_only_the_general_codec_reads() -> None:
+    others = [Annotated(LLMEngineOutput([3], text="a")), Annotated[Any].from_annotation("e", 1)]
+    body = to_msgpack([[[1, 2], 0], *map(_plain, others), [[], None]])
+    read = [Annotated(LLMEngineOutput([1, 2], index=0)), *others, Annotated(LLMEngineOutput([]))]
+    assert items_reader(KIND)(body) == read
+    assert ready_reader(KIND, 64)(deque([body])) == (read, 4, len(body))
+
+
+@pytest.mark.parametrize("kind", [Any, Annotated[Any], Annotated[int], list[Any]])
+def test_items_of_another_type_are_never_short(kind: Any) -> None:
+    body = to_msgpack([[[1], 0]])
+    assert _outcome(items_reader(kind), body) == _outcome(lambda b: from_msgpack(b, list[kind]), body)
 
 
 @given(st.lists(usual | ends, min_size=1, max_size=3), st.data())
@@ -91,7 +124,20 @@ def test_changed_bytes_read_as_the_general_codec_reads_them(given_items: list[An
         at = data.draw(st.integers(0, len(body) - 1))
         body[at : at + data.draw(st.integers(0, 1))] = data.draw(st.binary(max_size=3))
     changed = bytes(body)
-    assert _outcome(items_reader(KIND), changed) == _outcome(lambda b: from_msgpack(b, list[KIND]), changed)
+    assert _outcome(items_reader(KIND), changed) == _outcome(_read_slowly, changed)
+
+
+def _read_slowly(body: bytes) -> list[Any]:
+    """Return the items by the general codec, short ones as they are described."""
+    return [_slow_item(item) for item in from_msgpack(body, list[Any])]
+
+
+def _slow_item(item: Any) -> Any:
+    if not isinstance(item, list):
+        return from_plain(item, KIND)
+    if len(item) == 2:
+        return Annotated(from_plain({"token_ids": item[0], "index": item[1]}, LLMEngineOutput))
+    raise InvalidArgument("no item")
 
 
 def _outcome(read: Callable[[bytes], Any], body: bytes) -> Any:
@@ -126,11 +172,11 @@ def test_the_first_and_the_last_item_take_a_short_way_too(monkeypatch: pytest.Mo
     assert item_to_msgpack(last) == one[1:]
 
 
-@given(st.lists(items, max_size=2))
-def test_a_plain_token_is_a_lone_usual_item_of_one_token(given_items: list[Any]) -> None:
+@given(st.lists(items, max_size=2), st.booleans())
+def test_a_plain_token_is_a_lone_usual_item_of_one_token(given_items: list[Any], is_short: bool) -> None:
     read = plain_reader(KIND)
     assert read is not None
-    found = read(to_msgpack([*map(_plain, given_items)]))
+    found = read(to_msgpack([_plain(item, is_short=is_short) for item in given_items]))
     if found is not None:
         assert given_items == [Annotated(LLMEngineOutput([found[0]], index=found[1]))]
     elif len(given_items) == 1 and type(output := given_items[0].data) is LLMEngineOutput:
@@ -139,13 +185,15 @@ def test_a_plain_token_is_a_lone_usual_item_of_one_token(given_items: list[Any])
         )
 
 
-def test_changed_bytes_of_a_plain_token_are_read_by_the_general_codec_or_are_the_same_token() -> None:
-    read, one = plain_reader(KIND), to_msgpack([_plain(Annotated(LLMEngineOutput([300], index=3)))])
+@pytest.mark.parametrize("is_short", [False, True])
+def test_changed_bytes_of_a_plain_token_are_read_by_the_general_codec_or_are_the_same_token(is_short: bool) -> None:
+    item = Annotated(LLMEngineOutput([300], index=3))
+    read, one = plain_reader(KIND), to_msgpack([_plain(item, is_short=is_short)])
     assert read is not None
     for at in range(len(one)):
         for byte in range(256):
             if (found := read(changed := one[:at] + bytes([byte]) + one[at + 1 :])) is not None:
-                assert from_msgpack(changed, list[KIND]) == [Annotated(LLMEngineOutput([found[0]], index=found[1]))]
+                assert _read_slowly(changed) == [Annotated(LLMEngineOutput([found[0]], index=found[1]))]
 
 
 def test_only_tokens_are_plain() -> None:
@@ -201,8 +249,8 @@ def test_any_bytes_are_items_or_an_invalid_argument(body: bytes) -> None:
 frames = st.lists(st.lists(items, min_size=1, max_size=3), max_size=12)
 
 
-def _bodies(given_frames: list[list[Any]]) -> deque[bytes]:
-    return deque(to_msgpack([*map(_plain, frame)]) for frame in given_frames)
+def _bodies(given_frames: list[list[Any]], *, is_short: bool = False) -> deque[bytes]:
+    return deque(to_msgpack([_plain(item, is_short=is_short) for item in frame]) for frame in given_frames)
 
 
 def _read_all(bodies: deque[bytes], join_max: int) -> list[Any]:
@@ -232,12 +280,12 @@ def _flat(read_items: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("join_max", [1, 7, 64])
-@given(frames)
+@given(frames, st.booleans())
 def test_items_that_wait_have_the_same_tokens_in_the_same_order_when_joined(
-    join_max: int, given_frames: list[list[Any]]
+    join_max: int, given_frames: list[list[Any]], is_short: bool
 ) -> None:
     apart = [item for frame in given_frames for item in frame]
-    joined = _read_all(_bodies(given_frames), join_max)
+    joined = _read_all(_bodies(given_frames, is_short=is_short), join_max)
     assert _flat(joined) == _flat(apart)
     longest = max((len(item.data.token_ids) for item in apart if item.data is not None), default=0)
     assert all(len(item.data.token_ids) <= max(join_max, longest) for item in joined if item.data is not None)

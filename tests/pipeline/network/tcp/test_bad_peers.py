@@ -35,9 +35,9 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-heads = st.dictionaries(st.sampled_from(["metadata", "trace", "is_stopped", "payload"]), values, max_size=3).map(
-    lambda changed: CALL_HEAD | changed
-)
+heads = st.dictionaries(
+    st.sampled_from(["metadata", "trace", "is_stopped", "has_short_items", "payload"]), values, max_size=3
+).map(lambda changed: CALL_HEAD | changed)
 bodies = values.map(to_msgpack) | st.binary(min_size=1, max_size=20) | heads.map(to_msgpack)
 any_frames = st.builds(frame, st.integers(0, 14), st.integers(0, 4) | st.just(2**32 - 1), bodies)
 any_parts = st.builds(

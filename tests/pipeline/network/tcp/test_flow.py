@@ -23,7 +23,8 @@ from pipeline.errors import CodecError, InvalidMessage, MessageTooLarge
 from pipeline.network.tcp import TcpOptions, framing
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 from pipeline.testing import Fail, OpenStreams, ScriptedEngine, Stall, Wait
-from tests.pipeline.network.tcp.worlds import OPTIONS, Pair, frame, pair, raw_caller, settled
+from pipeline.wire import from_msgpack
+from tests.pipeline.network.tcp.worlds import CALL_HEAD, OPTIONS, Pair, frame, pair, raw_caller, settled
 from tests.pipeline.network.worlds import eventually
 
 KILO = 1000
@@ -31,6 +32,35 @@ KILO = 1000
 
 async def answer(engine: AsyncEngine[Any, Any], payload: Any = None) -> list[Any]:
     return await (await engine.generate(Context(payload))).collect()
+
+
+# -- the form of items
+
+
+@pytest.mark.parametrize("item_type", [Annotated[LLMEngineOutput], Any])
+async def test_items_of_tokens_are_short_to_a_caller_that_reads_tokens(item_type: Any) -> None:
+    chunks = [LLMEngineOutput([7], index=0), LLMEngineOutput([8], text="a"), LLMEngineOutput([9, 10])]
+    async with pair() as world:
+        _, engine = await world.serve(ScriptedEngine([Annotated(chunk) for chunk in chunks]), item_type)
+        found = await answer(engine)
+    if item_type is Any:
+        assert [item["data"]["token_ids"] for item in found] == [[7], [8], [9, 10]]
+    else:
+        assert [item.data for item in found] == chunks
+
+
+@pytest.mark.parametrize("has_short_items", [None, False, True])
+async def test_a_caller_that_does_not_ask_for_short_items_gets_none(has_short_items: bool | None) -> None:
+    head = CALL_HEAD if has_short_items is None else CALL_HEAD | {"has_short_items": has_short_items}
+    async with pair() as world:
+        await world.serve(ScriptedEngine([Annotated(LLMEngineOutput([7], index=0))]))
+        peer = await raw_caller(world)
+        peer.send(frame(framing.CALL, 1, head))
+        await settled()
+        (body,) = [body for kind, _, body in peer.frames() if kind == framing.ITEMS]
+        item = from_msgpack(body, list)[0]
+        assert (item == [[7], 0]) is (has_short_items is True)
+        assert has_short_items or item["data"]["token_ids"] == [7]
 
 
 # -- slow readers
