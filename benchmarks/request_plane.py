@@ -10,7 +10,10 @@ A worker process answers with one token an item; a client process reads all stre
 |               | stream. Items are small dicts, counted by a function: no stream, no task to wake               |
 | floor, read   | the same between records: the worker sends chunks of an engine, and a task for each stream     |
 |               | reads chunks                                                                                   |
-| penstock tcp  | `TcpRequestPlane`: items are `Annotated[LLMEngineOutput]`, read by a task for each stream      |
+| penstock fed  | `TcpRequestPlane` as a server uses it: an engine with a scheduler, which offers the token of   |
+|               | each request, and at the caller a function that each stream is fed to                          |
+| penstock tcp  | the same with items, `Annotated[LLMEngineOutput]`: an engine with a task for each stream, read |
+|               | by a task for each stream                                                                      |
 | penstock unix | the same over a unix socket                                                                    |
 | in process    | the same engine and readers in one process, called directly                                    |
 
@@ -29,7 +32,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,10 +42,12 @@ from attrs import asdict, frozen
 from rich.console import Console
 from rich.table import Table
 
-from pipeline import Annotated, AsyncEngine, Context, ResponseStream
+from engines import EngineConfig, GenerateContext, LLMEngine, as_engine
+from engines.ready_tokens import ReadyTokens
+from pipeline import Annotated, AsyncEngine, Context, Gate, ResponseStream
 from pipeline.network.names import EndpointId, Instance
 from pipeline.network.tcp import TcpOptions, TcpRequestPlane
-from pipeline.protocols import LLMEngineOutput
+from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, StopConditions
 from pipeline.rx import AnyIOScheduler
 from pipeline.wire import from_json, to_json
 
@@ -49,7 +55,8 @@ ENDPOINT = EndpointId("bench", "worker", "generate")
 STEP_S = 0.01
 WINDOW, GRANT = 256, 128
 ITEM = {"token_ids": [12345], "index": 0}
-ROWS = ("floor", "floor, read", "penstock tcp", "penstock unix", "in process")
+FED = "penstock fed"
+ROWS = ("floor", "floor, read", FED, "penstock tcp", "penstock unix", "in process")
 LOADS = ("saturated", "paced")
 LOOPS = ("uvloop", "asyncio")
 
@@ -148,7 +155,7 @@ class FloorStream:
     async def send_chunks(self, connection: Frames, stream: int, tokens: int, steps: Steps | None) -> None:
         """Send the items of an engine's stream."""
         sent = 0
-        async with await TokenEngine(steps).generate(Context(tokens)) as chunks:
+        async with await TokenEngine(steps).generate(request_for(tokens)) as chunks:
             async for item in chunks:
                 while not self._credit:
                     self._granted.clear()
@@ -288,14 +295,14 @@ async def floor_reading_client(address: dict[str, Any], load: Load) -> None:
 # -- the request plane
 
 
-class TokenEngine(AsyncEngine[int, Annotated[LLMEngineOutput]]):
+class TokenEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
     """Answers with so many tokens, at each step or at once."""
 
     def __init__(self, steps: Steps | None) -> None:
         self._steps = steps
 
-    async def generate(self, request: Context[int]) -> ResponseStream[Annotated[LLMEngineOutput]]:
-        return ResponseStream(self._items(request.payload), request)
+    async def generate(self, request: Context[PreprocessedRequest]) -> ResponseStream[Annotated[LLMEngineOutput]]:
+        return ResponseStream(self._items(request.payload.stop_conditions.max_tokens or 0), request)
 
     async def _items(self, tokens: int) -> AsyncGenerator[Annotated[LLMEngineOutput], None]:
         steps = self._steps
@@ -309,12 +316,61 @@ class TokenEngine(AsyncEngine[int, Annotated[LLMEngineOutput]]):
             yield Annotated(LLMEngineOutput([_now_us()], index=0))
 
 
-async def plane_worker(transport: str, is_paced: bool) -> None:
+class Answering:
+    """A request of `SteppingEngine`: the tokens that its generator still has to yield, and those that wait."""
+
+    def __init__(self, tokens: int, offer: Callable[[int], bool]) -> None:
+        self.ready: ReadyTokens[int, int] = ReadyTokens()
+        self.ready.take_lone = offer
+        self.left = tokens
+
+
+class SteppingEngine(LLMEngine):
+    """An engine with a scheduler, which makes a token for every request at each step and offers it."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._running: set[Answering] = set()
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        return EngineConfig(model="bench")
+
+    async def background(self) -> None:
+        while True:
+            await self._steps.wait()
+            for answering in [one for one in self._running if one.left]:
+                answering.left -= 1
+                answering.ready.put(0, [_now_us()], offers=answering.left > 0)
+
+    async def generate(
+        self, request: PreprocessedRequest, context: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        answering = Answering(request.stop_conditions.max_tokens or 0, context.offer_token)
+        ready = answering.ready
+        self._running.add(answering)
+        try:
+            while answering.left or ready.waiting:
+                while ready.waiting:
+                    yield LLMEngineOutput(ready.take().tokens)
+                if answering.left:
+                    await ready.news.wait()
+        finally:
+            self._running.discard(answering)
+        yield LLMEngineOutput.length()
+
+    async def cleanup(self) -> None:
+        self._running.clear()
+
+
+async def plane_worker(row: str, is_paced: bool) -> None:
     steps = await _begun_steps(is_paced)
-    async with AnyIOScheduler() as scheduler:
-        plane = TcpRequestPlane(scheduler, TcpOptions(has_unix_socket=transport == "unix"))
+    async with AnyIOScheduler() as scheduler, AsyncExitStack() as engines:
+        plane = TcpRequestPlane(scheduler, TcpOptions(has_unix_socket=row == "penstock unix"))
         await plane.open()
-        instance, _ = await plane.serve(Instance.of(ENDPOINT, 1), TokenEngine(steps))
+        engine: AsyncEngine[Any, Any] = TokenEngine(steps)
+        if row == FED and steps is not None:
+            engine = await engines.enter_async_context(as_engine(SteppingEngine(steps)))
+        instance, _ = await plane.serve(Instance.of(ENDPOINT, 1), engine)
         print(to_json(instance).decode(), flush=True)
         try:
             await asyncio.Event().wait()
@@ -322,22 +378,43 @@ async def plane_worker(transport: str, is_paced: bool) -> None:
             await plane.close()
 
 
-async def read_all(engine: AsyncEngine[int, Any], streams: int, tokens: int, hops_us: list[int] | None) -> None:
+def request_for(tokens: int) -> Context[PreprocessedRequest]:
+    return Context(PreprocessedRequest([1], stop_conditions=StopConditions(max_tokens=tokens)))
+
+
+async def read_all(
+    engine: AsyncEngine[PreprocessedRequest, Any],
+    streams: int,
+    tokens: int,
+    hops_us: list[int] | None,
+    *,
+    is_fed: bool = False,
+) -> None:
+    gate = Gate()
+
+    def take(token_id: int, index: int | None) -> bool:
+        if hops_us is not None:
+            hops_us.append(_now_us() - token_id)
+        return True
+
     async def one() -> None:
-        async with await engine.generate(Context(tokens)) as stream:
+        async with await engine.generate(request_for(tokens)) as stream:
+            if is_fed:
+                stream.feed(take, gate)
             if hops_us is None:
                 async for _ in stream:
                     pass
                 return
             async for item in stream:
-                hops_us.append(_now_us() - item.data.token_ids[0])
+                if item.data.token_ids:
+                    hops_us.append(_now_us() - item.data.token_ids[0])
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(streams):
             tasks.create_task(one())
 
 
-async def plane_client(address: dict[str, Any], load: Load) -> None:
+async def plane_client(address: dict[str, Any], load: Load, *, is_fed: bool) -> None:
     instance = from_json(json.dumps(address), Instance)
     async with AnyIOScheduler() as scheduler:
         plane = TcpRequestPlane(scheduler, TcpOptions(has_unix_socket=False))
@@ -346,7 +423,7 @@ async def plane_client(address: dict[str, Any], load: Load) -> None:
         engine = plane.engine(instance, kind)
         await read_all(engine, 1, 3, None)
         load.begins()
-        await read_all(engine, load.streams, load.tokens, load.hops_us)
+        await read_all(engine, load.streams, load.tokens, load.hops_us, is_fed=is_fed)
         load.ends()
         await plane.close()
 
@@ -425,7 +502,8 @@ def measure(row: str, load: str, loop: str, streams: int, tokens: int) -> Figure
     else:
         with worker(row, load, loop) as (pid, address):
             read = Load(streams, tokens, load == "paced", lambda: _cpu_s(pid))
-            client = {"floor": floor_client, "floor, read": floor_reading_client}.get(row, plane_client)
+            floors = {"floor": floor_client, "floor, read": floor_reading_client}
+            client = floors.get(row) or partial(plane_client, is_fed=row == FED)
             run_in(loop, client(address, read))
     count, used_s, worker_s = streams * tokens, read.client_s, read.worker_s
     hops = sorted(read.hops_us) if read.hops_us else None
@@ -496,7 +574,7 @@ def main() -> None:
             if arguments.worker.startswith("floor"):
                 run_in(arguments.loop, floor_worker(is_paced, is_read=arguments.worker != "floor"))
             else:
-                run_in(arguments.loop, plane_worker(arguments.worker.removeprefix("penstock "), is_paced))
+                run_in(arguments.loop, plane_worker(arguments.worker, is_paced))
         return
     if arguments.turn:
         figures = measure(arguments.turn, arguments.load, arguments.loop, arguments.streams, arguments.tokens)

@@ -26,15 +26,17 @@ from typing import Any, cast
 from attrs import evolve
 
 from pipeline import (
+    KILLED,
     Annotated,
     AsyncEngine,
     Context,
     ContractViolation,
     Control,
+    Gate,
     PenstockError,
     ReleaseOnce,
     ResponseStream,
-    State,
+    Take,
     unless_killed,
     until_killed,
 )
@@ -137,7 +139,7 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
             raise raised from raised.__cause__
         call.begin()
         call.ended = ReleaseOnce(call.end)
-        return ResponseStream(self._items(chunks, call), request, call.ended)
+        return _Adapted(self._items(chunks, call), call)
 
     def _prepared(self, payload: PreprocessedRequest) -> PreprocessedRequest:
         """Return the request as this role's engine receives it. Raises InvalidArgument for one of another role."""
@@ -148,18 +150,23 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
         return payload
 
     async def _items(self, chunks: Chunks, call: _Call) -> AsyncGenerator[Annotated[LLMEngineOutput], None]:
-        control, engine_ends = call.request.control, self.engine.ends_on_kill and isasyncgen(chunks)
+        control, context = call.request.control, call.context
+        engine_ends = self.engine.ends_on_kill and isasyncgen(chunks)
         source = cast(Source, chunks) if engine_ends else until_killed(chunks, call.request)
-        steady = False
         try:
             async for chunk in source:
-                if control.state is State.KILLED:
+                if control.state is KILLED:
                     return
                 # Nearly every chunk comes this way: an ordinary one of the only choice.
-                if steady and type(chunk) is LLMEngineOutput and chunk.finish_reason is None and not chunk.index:
+                if (
+                    context.is_steady
+                    and type(chunk) is LLMEngineOutput
+                    and chunk.finish_reason is None
+                    and not chunk.index
+                ):
                     yield Annotated(chunk)
                     continue
-                admitted, is_last, steady = call.admit(chunk)
+                admitted, is_last = call.admit(chunk)
                 yield Annotated(admitted)
                 if is_last:
                     return
@@ -205,6 +212,21 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
             _log.exception("abort of request %r failed", context.id)
 
 
+class _Adapted(ResponseStream[Annotated[LLMEngineOutput]]):
+    """The items of a request. Tokens that the engine offers are fed: see `GenerateContext.offer_token`."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, items: AsyncGenerator[Annotated[LLMEngineOutput], None], call: _Call) -> None:
+        super().__init__(items, call.caller, call.ended)
+        self._call = call
+
+    def feed(self, take: Take, gate: Gate) -> bool:
+        """See `ResponseStream`."""
+        self._call.context.feed(take, gate)
+        return True
+
+
 class _Call:
     """One request under way: its contexts, its span, its abort, and its progress."""
 
@@ -213,6 +235,7 @@ class _Call:
     def __init__(
         self, adapter: RequestAdapter, request: Context[PreprocessedRequest], payload: PreprocessedRequest
     ) -> None:
+        self.caller = request
         self._span = OpenSpan(request, SPAN, tracer=adapter.tracer)
         self.request = self._span.context
         self._engine = adapter.engine
@@ -238,11 +261,13 @@ class _Call:
         if self._abort is not None:
             self._abort.begin(self.request.control)
 
-    def admit(self, chunk: LLMEngineOutput) -> tuple[LLMEngineOutput, bool, bool]:
-        """Return the chunk to yield, whether it is the last, and whether later ordinary ones need no check.
+    def admit(self, chunk: LLMEngineOutput) -> tuple[LLMEngineOutput, bool]:
+        """Return the chunk to yield, and whether it is the last.
 
-        Raises ContractViolation for a chunk that breaks the contract.
+        Raises ContractViolation for a chunk that breaks the contract, and what a stage raised for a token that it took.
         """
+        if self.context.take_error is not None:
+            raise self.context.take_error
         is_last = self._rules.admit(chunk)
         # Alone it is an answer; behind others it would end half an answer as if that were all of it.
         is_early = self._is_begun and chunk.finish_reason == FinishReason.CANCELLED
@@ -257,7 +282,8 @@ class _Call:
         if self._record is not None:
             self._record.observe(chunk)
         self._is_complete = is_last
-        return chunk, is_last, self._record is None and not self._awaits_token and self._rules.is_single
+        self.context.is_steady = self._record is None and not self._awaits_token and self._rules.is_single
+        return chunk, is_last
 
     def cut_short(self) -> LLMEngineOutput | None:
         """Return the chunk to end a stream whose engine just ended. Raises StreamIncomplete unless it was stopped."""

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self, TypeAlias
 
 from attrs import define, field, fields
 
-from pipeline import AnyContext, Context, InvalidArgument
+from pipeline import RUNNING, AnyContext, Context, Gate, InvalidArgument, Take
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 
 from .peers import Peers
@@ -56,7 +56,7 @@ class GenerateContext(Context[None]):
     what the prefill worker still sends, so it waits for the first token.
     """
 
-    __slots__ = ("_first_token", "inner")
+    __slots__ = ("_first_token", "_gate", "_take", "inner", "is_steady", "take_error")
 
     def __init__(
         self, inner: AnyContext, first_token: FirstToken | None = None, *, metadata: Mapping[str, str] | None = None
@@ -65,6 +65,12 @@ class GenerateContext(Context[None]):
         self.inner = inner
         """The context itself, for tasks that outlive `generate`."""
         self._first_token = first_token
+        self._take: Take | None = None
+        self._gate: Gate | None = None
+        self.is_steady = False
+        """Set by the adapter: ordinary chunks of the only choice need no check any more."""
+        self.take_error: Exception | None = None
+        """What a stage raised for a token that it took, which ends the stream at the next chunk."""
 
     def __repr__(self) -> str:
         return f"GenerateContext(id={self.id!r}, state={self.control.state.name.lower()})"
@@ -76,6 +82,26 @@ class GenerateContext(Context[None]):
         """
         if self._first_token is not None:
             self._first_token.fire()
+
+    def offer_token(self, token_id: int) -> bool:
+        """Have a chunk of one token, and nothing else, taken at once. Return whether it was; else it is to be yielded.
+
+        For the scheduler of an engine, which wakes nobody then: call it in the loop of the request, only while the
+        generator waits and has nothing to yield. What was taken counts as yielded. It raises nothing.
+        """
+        gate = self._gate
+        if gate is None or not (gate.is_open and self.is_steady and self.control.state is RUNNING):
+            return False
+        assert self._take is not None, "both are set"
+        try:
+            return self._take(token_id, None)
+        except Exception as error:
+            self.is_steady, self.take_error = False, error
+            return False
+
+    def feed(self, take: Take, gate: Gate) -> None:
+        """Have offered tokens taken while the gate is open: see `ResponseStream.feed`. Called by the adapter."""
+        self._take, self._gate = take, gate
 
 
 Chunks: TypeAlias = AsyncIterator[LLMEngineOutput]

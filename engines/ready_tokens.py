@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from pipeline import PenstockError
@@ -51,7 +52,7 @@ class ReadyTokens(Generic[C, T]):
     put. It never fills: a request's tokens are limited, and the scheduler goes on whether or not the reader comes.
     """
 
-    __slots__ = ("_growing", "_max_tokens", "error", "news", "waiting")
+    __slots__ = ("_growing", "_max_tokens", "error", "news", "take_lone", "taken", "waiting")
 
     def __init__(self, max_tokens: int = BUNDLE_MAX_TOKENS) -> None:
         self.waiting: deque[Bundle[C, T]] = deque()
@@ -59,12 +60,28 @@ class ReadyTokens(Generic[C, T]):
         """What ended the request, other than its last token; it comes behind all that waits."""
         self.news = Wakeup()
         """Set when there is something to read; also when the request is stopped."""
+        self.take_lone: Callable[[T], bool] | None = None
+        """Takes a token of the only choice; returns False for one that the reader gets: see `put`."""
+        self.taken = 0
+        """Tokens that were taken so."""
         self._max_tokens = max_tokens
         self._growing: dict[C, Bundle[C, T]] = {}
 
-    def put(self, choice: C, tokens: list[T], end: Any = None, times_s: array[float] | None = None) -> None:
-        """Add tokens, in a list that is not used elsewhere, unless the request has failed; `end` ends the choice."""
-        if self.error is not None:
+    def put(
+        self,
+        choice: C,
+        tokens: list[T],
+        end: Any = None,
+        times_s: array[float] | None = None,
+        *,
+        offers: bool = False,
+    ) -> None:
+        """Add tokens, in a list that is not used elsewhere, unless the request has failed; `end` ends the choice.
+
+        With `offers` a lone token that the reader waits for goes to `take_lone` first. Without it tokens of steps that
+        take no time become one item.
+        """
+        if self.error is not None or (offers and end is None and len(tokens) == 1 and self._is_taken(tokens[0])):
             return
         bundle = self._growing.get(choice)
         if bundle is not None and times_s is None and len(bundle.tokens) + len(tokens) <= self._max_tokens:
@@ -78,6 +95,14 @@ class ReadyTokens(Generic[C, T]):
             else:
                 self._growing.pop(choice, None)
         self.news.wake()
+
+    def _is_taken(self, token: T) -> bool:
+        """Have a token taken if the reader waits for it; return whether it was."""
+        take = self.take_lone
+        if take is None or self.waiting or not self.news.is_awaited or not take(token):
+            return False
+        self.taken += 1
+        return True
 
     def take(self) -> Bundle[C, T]:
         """Remove and return the bundle that has waited longest."""

@@ -7,6 +7,8 @@ from .annotated import Annotated
 from .cancellation import unless_killed, until_killed
 from .cancellation import until_stopped as until_stopped
 from .context import AnyContext, Context, Registry
+from .control import KILLED as KILLED
+from .control import RUNNING as RUNNING
 from .control import Control, ReleaseOnce, State
 from .engine import AsyncEngine, function_engine
 from .errors import (

@@ -18,7 +18,7 @@ from copy import deepcopy
 from os import urandom
 from typing import Any, Generic, TypeVar
 
-from .control import Control, State
+from .control import KILLED, RUNNING, Control
 from .errors import RegistryError
 
 V = TypeVar("V")
@@ -188,11 +188,11 @@ class Context(Generic[T_co]):
     @property
     def is_stopped(self) -> bool:
         """True once stopped, and also once killed."""
-        return self.control.state is not State.RUNNING
+        return self.control.state is not RUNNING
 
     @property
     def is_killed(self) -> bool:
-        return self.control.state is State.KILLED
+        return self.control.state is KILLED
 
     def stop(self) -> None:
         """Request an early, orderly end."""

@@ -23,7 +23,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from enum import IntEnum
 from threading import RLock
-from typing import Any, TypeVarTuple, Unpack
+from typing import Any, Final, TypeVarTuple, Unpack
 from weakref import ref
 
 from anyio.lowlevel import checkpoint
@@ -40,6 +40,12 @@ class State(IntEnum):
     STOPPED = 1
     KILLED = 2
 
+
+RUNNING: Final = State.RUNNING
+STOPPED: Final = State.STOPPED
+KILLED: Final = State.KILLED
+"""The states as names of this module, for what is done for each item: in Python 3.11 it takes 0.1 to 0.3 us to read
+a member of an enumeration's class."""
 
 _CHILDREN_SWEPT_AT = 8
 """At this many children, and whenever they have doubled since, references to dead ones are removed."""
@@ -58,8 +64,8 @@ class Control:
     """Set by `stop` and `kill` only."""
 
     def __init__(self) -> None:
-        self.state = State.RUNNING
-        self._heading = State.RUNNING  # the state its children are being brought to; never behind `state`
+        self.state = RUNNING
+        self._heading = RUNNING  # the state its children are being brought to; never behind `state`
         self._children: list[ref[Control]] | None = None
         self._children_limit = _CHILDREN_SWEPT_AT
         self._watchers: list[_Watcher] | None = None
@@ -68,11 +74,11 @@ class Control:
     @property
     def is_stopped(self) -> bool:
         """True once stopped, and also once killed."""
-        return self.state is not State.RUNNING
+        return self.state is not RUNNING
 
     @property
     def is_killed(self) -> bool:
-        return self.state is State.KILLED
+        return self.state is KILLED
 
     def stop(self) -> None:
         """Request an early, orderly end. Idempotent; without effect on a killed request.
@@ -80,21 +86,21 @@ class Control:
         An exception of a callback is logged. KeyboardInterrupt and SystemExit, which a signal may raise anywhere, are
         raised here once every callback has run.
         """
-        self._advance(State.STOPPED)
+        self._advance(STOPPED)
 
     stop_generating = stop
 
     def kill(self) -> None:
         """End the request at once; items in flight are lost. Idempotent. Exceptions of callbacks as in `stop`."""
-        self._advance(State.KILLED)
+        self._advance(KILLED)
 
     def stopped(self) -> Coroutine[Any, Any, None]:
         """Wait for stop or kill; return immediately if it has happened already."""
-        return self._reached(State.STOPPED)
+        return self._reached(STOPPED)
 
     def killed(self) -> Coroutine[Any, Any, None]:
         """Wait for kill; a stop does not end the wait."""
-        return self._reached(State.KILLED)
+        return self._reached(KILLED)
 
     def on_stop(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Call the callback once, on stop or kill, whichever is first. Return a function that removes the callback.
@@ -104,11 +110,11 @@ class Control:
         logged. A stop by a signal handler wakes the loop; the callback then runs immediately on asyncio, on the next
         turn on trio. If the request is stopped already, the callback runs now and its exceptions are raised here.
         """
-        return self._watch(State.STOPPED, callback)
+        return self._watch(STOPPED, callback)
 
     def on_kill(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Like `on_stop`, for kill only."""
-        return self._watch(State.KILLED, callback)
+        return self._watch(KILLED, callback)
 
     def link_child(self, child: Control) -> None:
         """Forward stop and kill to the child, which changes before this one. A late child takes the present state."""
@@ -120,7 +126,7 @@ class Control:
                 self._children = [r for r in self._children if r() is not None]
                 self._children_limit = max(_CHILDREN_SWEPT_AT, 2 * len(self._children))
             self._children.append(ref(child))
-            if self._heading is not State.RUNNING:
+            if self._heading is not RUNNING:
                 changed = child._change_all(self._heading)
         if changed:
             _call_back(changed)

@@ -229,7 +229,7 @@ class ResponseStream(Generic[T_co]):
         reservation is released; of an error item after that release. On every other way out the reservation is released
         as by `holding`, and `on_failure` is not called.
         """
-        return ResponseStream(_watched(self, watch), self.context, self, watch.reservation)
+        return ResponseStream(_watched(self, watch), self.context, self, watch.reservation, relay=lambda take: take)
 
     def feed(self, take: Take, gate: Gate) -> bool:
         """Call `take` with each plain item that comes while the reader waits, in place of waking its task.

@@ -1,6 +1,6 @@
 """The conformance kit: `run_conformance` proves an LLMEngine against its contract with one call."""
 
-from .answers import mock_context
+from .contexts import mock_context
 from .failures import MEANINGS, ConformanceFailure
 from .run import cancelling_context, run_conformance
 

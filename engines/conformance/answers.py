@@ -21,7 +21,7 @@ import anyio
 from anyio.lowlevel import checkpoint
 from attrs import define, evolve, field, frozen
 
-from pipeline import Context, ContractViolation, InvalidArgument, until_killed
+from pipeline import ContractViolation, InvalidArgument, until_killed
 from pipeline.errors import BackendInvalidArgument
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PreprocessedRequest
 from pipeline.wire import from_msgpack, to_msgpack
@@ -29,6 +29,7 @@ from pipeline.wire import from_msgpack, to_msgpack
 from ..chunks import ChunkContract
 from ..llm import Chunks, EngineConfig, GenerateContext, LLMEngine
 from .bounded_calls import bounded
+from .contexts import mock_context
 from .failures import ConformanceFailure, FailureLog, failed, not_served
 from .inspection import Rest, Turns, failure_in, held_by
 
@@ -40,11 +41,6 @@ _CODED = 100
 """How many chunks of an answer are all encoded as if they were sent."""
 _LOOKS = 4
 """After each of that many chunks the kit checks what the engine holds."""
-
-
-def mock_context(id: str | None = None) -> GenerateContext:
-    """Return a context as an engine receives it, of a request that is not stopped."""
-    return GenerateContext(Context(None, id=id))
 
 
 def limited(request: PreprocessedRequest, **limits: Any) -> PreprocessedRequest:
@@ -112,6 +108,8 @@ class Trial:
     """To the request that is repeated: the same one, or limited to fewer tokens."""
     is_steady: bool = False
     """Whether the same request always got the same answer."""
+    offers: bool = False
+    """Whether the engine has offered tokens."""
     begins: Outcome | None = None
     """How the answer to the long request begins, if that is always the same."""
     long_tokens: int = LONG_MAX_TOKENS
@@ -204,6 +202,7 @@ class Trial:
             if is_begun:
                 await answer.begin(self.within_s)
             yield answer, context
+            self.offers |= context.was_offered
         except BaseException:
             with suppress(ConformanceFailure):
                 await self._close(read, chunks)

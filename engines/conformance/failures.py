@@ -62,6 +62,8 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "StreamsShareState": ("L6", "a request got another answer among others than alone"),
     "HeldUpByPausedReader": ("L6", "a request waited for another one whose reader paused"),
     "TokensLeftOver": ("L8", "a request got tokens that belong to one before it, or not all of its own"),
+    "OfferedTokensMismatch": ("L8", "an answer has other tokens where those that the engine offers are taken"),
+    "OfferedUsageMismatch": ("L4", "the usage does not count tokens that were taken as they were offered"),
     # stop, kill and close
     "CancellationNotObserved": ("L2", "the stream did not end in time after a stop"),
     "CancellationIgnored": ("L2", "the stream ended after a stop with something else than a cancelled chunk"),

@@ -23,9 +23,10 @@ import anyio
 from pipeline.protocols import PreprocessedRequest
 
 from ..llm import EngineConfig, GenerateContext, LLMEngine
-from . import answer_checks, engine_checks, stop_checks
-from .answers import Check, Trial, mock_context
+from . import answer_checks, engine_checks, offer_checks, stop_checks
+from .answers import Check, Trial
 from .bounded_calls import Call, Watchdog, watchdog
+from .contexts import mock_context
 from .failures import AFTERWARDS, ConformanceFailure, FailureLog
 from .inspection import CANCEL_SCOPE, LOCK, TASK_GROUP, Rest, Running, Turns, watch_turns
 
@@ -189,7 +190,7 @@ async def _alone(trial: Trial) -> None:
 async def _again(trial: Trial, *, varies: bool) -> None:
     """Check the same and other requests, one at a time."""
     await trial.found.note(answer_checks.shorten(trial))
-    await trial.passes(answer_checks.check_same)
+    await trial.passes(answer_checks.check_same, offer_checks.check_offers)
     await answer_checks.learn_others(trial, varies=varies)
     await trial.passes(_left_over("behind a short one"))
 

@@ -6,13 +6,13 @@ plan ──begin──► sequences on the rank ── steps ──► chunks: t
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 import anyio
 from anyio.lowlevel import checkpoint
 
-from pipeline import Control, State
+from pipeline import RUNNING, Control
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PromptTokensDetails
 
 from ..ready_tokens import Bundle, bundle_max_tokens
@@ -27,11 +27,19 @@ class Answer:
     """The answer to one request. Its owner closes it; then it holds nothing on the rank.
 
     `params` come with the first chunk, for the decode worker. `last_delay_s` passes before the last chunk.
-    `control` is a child of the request's own: `give_up` stops this answer and nothing else of the request.
+    `control` is a child of the request's own: `give_up` stops this answer and nothing else of the request. `offer`, of
+    the request's context, is called with lone tokens.
     """
 
     def __init__(
-        self, plan: RequestPlan, rank: Rank, control: Control, *, params: Any = None, last_delay_s: float = 0.0
+        self,
+        plan: RequestPlan,
+        rank: Rank,
+        control: Control,
+        *,
+        params: Any = None,
+        last_delay_s: float = 0.0,
+        offer: Callable[[int], bool] | None = None,
     ) -> None:
         self.rank = rank
         self.channel = Channel(bundle_max_tokens(plan.candidates))
@@ -44,6 +52,8 @@ class Answer:
         self._emitted_tokens = 0
         self._finished: list[Sequence] = []
         self._forget = self.control.on_stop(self._stopped)
+        if offer is not None and not self._is_rich:
+            self.channel.take_lone = offer
         if rank.latencies is not None:
             rank.latencies.begin(self.sequences, anyio.current_time())
 
@@ -78,13 +88,18 @@ class Answer:
         """End it as a stop does: the engine is closing."""
         self.control.stop()
 
+    @property
+    def _is_rich(self) -> bool:
+        """Whether each chunk has more than token ids."""
+        return len(self.sequences) > 1 or self._plan.logprobs is not None
+
     async def chunks(self) -> AsyncGenerator[LLMEngineOutput, None]:
         """Yield the answer. Raises InvalidArgument if the rank can never serve it, and the rank's own failure."""
         channel, control = self.channel, self.control
         waiting = channel.waiting
-        is_rich = len(self.sequences) > 1 or self._plan.logprobs is not None
+        is_rich = self._is_rich
         while True:
-            while waiting and (control.state is State.RUNNING or self._precedes_stop(waiting[0])):
+            while waiting and (control.state is RUNNING or self._precedes_stop(waiting[0])):
                 bundle = channel.take()
                 sequence, token_ids, times_s = bundle.choice, bundle.tokens, bundle.times_s
                 is_first = not self._emitted_tokens
@@ -103,7 +118,7 @@ class Answer:
                     yield self._last(sequence, FinishReason.LENGTH, with_usage=self._is_done)
                     if self._is_done:
                         return
-            if control.state is not State.RUNNING:
+            if control.state is not RUNNING:
                 if not control.is_killed:
                     yield self.cancelled()
                 return
@@ -161,7 +176,7 @@ class Answer:
         return chunk
 
     def _usage(self) -> CompletionUsage:
-        usage = CompletionUsage.of(len(self._plan.prompt), self._emitted_tokens)
+        usage = CompletionUsage.of(len(self._plan.prompt), self._emitted_tokens + self.channel.taken)
         if (cached := self.sequences[0].cached_tokens) is not None:
             usage.prompt_tokens_details = PromptTokensDetails(cached)
         return usage

@@ -23,7 +23,7 @@ import anyio
 from anyio.lowlevel import checkpoint
 from attrs import evolve
 
-from pipeline import Control, EngineShutdown, InvalidArgument
+from pipeline import EngineShutdown, InvalidArgument
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 
 from ..llm import EngineConfig, GenerateContext, LLMEngine
@@ -208,7 +208,7 @@ class MockEngine(LLMEngine):
             for chunk in empty_answer(len(plan.outputs), context.control):
                 yield chunk
             return
-        answer = self._answers[context.id] = self._answer(request, plan, context.control)
+        answer = self._answers[context.id] = self._answer(request, plan, context)
         try:
             if long_prompt is not None:
                 await answer.prepare()
@@ -248,10 +248,10 @@ class MockEngine(LLMEngine):
         for rank in self.ranks:
             rank.snapshots = publisher
 
-    def _answer(self, request: PreprocessedRequest, plan: RequestPlan, control: Control) -> Answer:
-        rank = self.ranks[self._rank_for(request)]
+    def _answer(self, request: PreprocessedRequest, plan: RequestPlan, context: GenerateContext) -> Answer:
+        rank, control = self.ranks[self._rank_for(request)], context.control
         if self.args.worker_type != "prefill":
-            return Answer(plan, rank, control)
+            return Answer(plan, rank, control, offer=context.offer_token)
         params = {"mocker_handle": str(uuid4()), "completed_tokens": len(plan.prompt)}
         transfers = request.bootstrap_info is not None
         delay_s = 0.0 if transfers else self._transfer_delay_s(len(plan.prompt))

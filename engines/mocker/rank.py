@@ -204,7 +204,7 @@ class Rank:
                 if due_s - began_s >= least_s:
                     await timer.wait_until(due_s)
                     share.restart()
-                    self._deliver(done, now())
+                    self._deliver(done, now(), offers=True)
                 else:
                     await self._take_no_time(done, share)
         finally:
@@ -349,8 +349,8 @@ class Rank:
         self._show()
         return done
 
-    def _deliver(self, done: StepResult, now_s: float) -> None:
-        """Deliver the output of a step to its requests; those cancelled meanwhile get none."""
+    def _deliver(self, done: StepResult, now_s: float, *, offers: bool = False) -> None:
+        """Deliver the output of a step to its requests, but not to those cancelled meanwhile; `offers` as in `put`."""
         live = self._live
         if self.latencies is not None:
             self.latencies.observe_step(done, live, now_s)
@@ -370,7 +370,7 @@ class Rank:
                         first, times_s = self._held.pop(sequence)
                         channel.put(sequence, sequence.output_tokens(first), True, times_s)
                 else:
-                    channel.put(sequence, sequence.new_token_ids(), is_finished or None)
+                    channel.put(sequence, sequence.new_token_ids(), is_finished or None, offers=offers)
         self._deliver_ends(done)
 
     def _deliver_ends(self, done: StepResult) -> None:

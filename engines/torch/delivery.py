@@ -26,7 +26,7 @@ class Delivery:
     """The choices of one request and their news.
 
     `offers` makes the parameters for a decode worker from the choice whose prompt is computed; with it the first choice
-    keeps its blocks to the end.
+    keeps its blocks to the end. `offer_token`, of the request's context, is called with lone tokens.
     """
 
     def __init__(
@@ -36,12 +36,15 @@ class Delivery:
         *,
         imported: KvBytes | None = None,
         offers: Callable[[Choice], Any] | None = None,
+        offer_token: Callable[[int], bool] | None = None,
     ) -> None:
         self.control = control
         self._order = order
         self._offers = offers
         self._ready: ReadyTokens[Choice, Drawn] = ReadyTokens(bundle_max_tokens(_candidates(order)))
         """The end of a choice is its finish reason and stop id."""
+        if offer_token is not None and order.choices == 1 and order.sampling.logprobs is None:
+            self._ready.take_lone = lambda drawn: offer_token(drawn.token_id)
         self._emitted_tokens = 0
         self._log_probs = [0.0] * order.choices
         first = self._choice(0, imported=imported, keeps_blocks=offers is not None)
@@ -56,7 +59,7 @@ class Delivery:
             self._ready.fail(news.error)
         elif news.drawn is not None:
             end = None if news.finish is None else (news.finish, news.stop_id)
-            self._ready.put(news.choice, [news.drawn], end)
+            self._ready.put(news.choice, [news.drawn], end, offers=True)
 
     async def chunks(self) -> AsyncGenerator[LLMEngineOutput, None]:
         """Yield the answer; after a stop a cancelled chunk ends it, after a kill nothing. Raise what a step raised."""
@@ -113,7 +116,7 @@ class Delivery:
         return chunk
 
     def _usage(self) -> CompletionUsage:
-        usage = CompletionUsage.of(len(self._order.prompt), self._emitted_tokens)
+        usage = CompletionUsage.of(len(self._order.prompt), self._emitted_tokens + self._ready.taken)
         if (cached := self.choices[0].cached_tokens) is not None:
             usage.prompt_tokens_details = PromptTokensDetails(cached)
         return usage

@@ -279,7 +279,7 @@ class TorchEngine(LLMEngine):
         self._running()
         hands_over = self.handover is not None and self.settings.role == "prefill"
         offers = partial(self._offer, request) if hands_over else None
-        delivery = Delivery(order, context.control, imported=imported, offers=offers)
+        delivery = Delivery(order, context.control, imported=imported, offers=offers, offer_token=context.offer_token)
         self._deliveries.add(delivery)
         try:
             for choice in delivery.choices:

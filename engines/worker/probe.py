@@ -18,7 +18,7 @@ from typing import Any, Self
 import anyio
 from attrs import frozen
 
-from pipeline import Annotated, AsyncEngine, Context, InvalidArgument, ResponseStream
+from pipeline import Annotated, AsyncEngine, Context, InvalidArgument, ResponseStream, Take
 from pipeline.errors import BackendUnknown
 from pipeline.foreign import raise_if_ours
 from pipeline.loop import clock
@@ -266,7 +266,19 @@ class TrafficObserver(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput
 
     async def generate(self, request: Context[PreprocessedRequest]) -> Items:
         stream = await self._engine.generate(request)
-        return ResponseStream(_observed(stream, self._probe), request, stream)
+        return ResponseStream(_observed(stream, self._probe), request, stream, relay=self._relay)
+
+    def _relay(self, take: Take) -> Take:
+        """Return what takes plain tokens, which are never the first of a stream."""
+        probe = self._probe
+
+        def take_token(*parts: Any) -> bool:
+            if not take(*parts):
+                return False
+            probe.is_flowing = True
+            return True
+
+        return take_token
 
 
 async def _observed(stream: Items, probe: IdleProbe) -> AsyncGenerator[Annotated[LLMEngineOutput], None]:

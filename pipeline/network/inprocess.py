@@ -8,6 +8,7 @@ The store of one process: a dict.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from itertools import count
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,7 +32,7 @@ from ..loop import LoopHandle
 from .discovery import Change, Gone, Put, Store, Written
 from .events import Event, EventPlane, Fanout, Publisher, Scope, all_but
 from .names import MAX_ID, Instance, matches_prefix
-from .requests import CallMeter, MeteredCall, RequestPlane, Serving, not_found
+from .requests import CallMeter, MeteredCall, RequestPlane, Serving, count_taken, not_found
 
 if TYPE_CHECKING:
     from pipeline.telemetry import Metrics
@@ -118,7 +119,8 @@ class InProcessServing(Serving):
             raise_if_ours(error)
             self._fail(request, error)
             raise
-        return ResponseStream(self._relay(stream, request, ended, metered), request, stream, ended)
+        relay = partial(count_taken, metered)
+        return ResponseStream(self._relay(stream, request, ended, metered), request, stream, ended, relay=relay)
 
     async def _relay(
         self, stream: ResponseStream[Any], request: Context[Any], ended: ReleaseOnce, metered: MeteredCall | None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from anyio.lowlevel import checkpoint
 from attrs import define
 
-from pipeline import AsyncEngine, CannotConnect
+from pipeline import AsyncEngine, CannotConnect, Take
 from pipeline.loop import clock
 from pipeline.protocols import worker_label
 
@@ -131,6 +131,20 @@ class MeteredCall:
 
     begun_s: float
     tokens: int = 0
+
+
+def count_taken(call: MeteredCall | None, take: Take) -> Take:
+    """Return what takes plain tokens and counts those of a metered call."""
+    if call is None:
+        return take
+
+    def take_token(*parts: Any) -> bool:
+        if not take(*parts):
+            return False
+        call.tokens += 1
+        return True
+
+    return take_token
 
 
 class CallMeter:

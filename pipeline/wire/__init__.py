@@ -20,6 +20,7 @@ from .token_items import item_to_msgpack as item_to_msgpack
 from .token_items import items_reader as items_reader
 from .token_items import plain_reader as plain_reader
 from .token_items import ready_reader as ready_reader
+from .token_items import token_to_msgpack as token_to_msgpack
 from .typed_records import record_reader as record_reader
 
 __all__ = [

@@ -21,7 +21,7 @@ from ..annotated import Annotated
 from ..errors import InvalidArgument
 from ..protocols import LLMEngineOutput
 from .codec import from_msgpack, from_plain, to_msgpack
-from .typed_items import ShortItem, TypedItem, item_of, short_item, typed_items, typed_to_msgpack
+from .typed_items import ShortItem, TypedItem, item_of, lone_token, short_item, typed_items, typed_to_msgpack
 from .typed_records import typed_reader
 
 _INDEX_MAX = 127
@@ -77,6 +77,11 @@ def item_to_msgpack(item: Any, *, is_short: bool = False) -> bytes:
     return to_msgpack(item)
 
 
+def token_to_msgpack(token_id: int, index: int | None) -> bytes:
+    """Return the short item of one token."""
+    return _encode(((token_id,), index))
+
+
 _LIST_OF_1 = b"\x91"
 _JOINED_BYTES = 32 * 1024
 """Bytes of several frames whose tokens become one item."""
@@ -126,7 +131,7 @@ is its text. These are the parts by which token streams are fed: see `ResponseSt
 
 
 def plain_reader(kind: Any) -> Callable[[bytes], PlainToken | None] | None:
-    """Return the function that reads a list of one usual item with one token, and returns None for any other bytes.
+    """Return the function that reads a list of one short item with one token, and returns None for any other bytes.
 
     None if items of this type are no tokens.
     """
@@ -135,13 +140,10 @@ def plain_reader(kind: Any) -> Callable[[bytes], PlainToken | None] | None:
 
 def _plain_token(body: bytes) -> PlainToken | None:
     try:
-        (found,) = typed_items(body)
+        (((token_id,), index),) = lone_token(body)
     except ValueError:
         return None
-    if (usual := _usual(found)) is None:
-        return None
-    token_ids, index = usual
-    return (token_ids[0], index) if len(token_ids) == 1 else None
+    return token_id, index
 
 
 def _usual(found: ShortItem | TypedItem) -> ShortItem | None:

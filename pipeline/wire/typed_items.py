@@ -75,6 +75,9 @@ _encode = msgspec.msgpack.Encoder().encode
 typed_items: Final = msgspec.msgpack.Decoder(list[ShortItem | TypedItem]).decode
 """Returns the items of a MessagePack list; raises ValueError if one of them is another one."""
 
+lone_token: Final = msgspec.msgpack.Decoder(tuple[tuple[tuple[_U32], _U32 | None]]).decode
+"""Returns the only item of a MessagePack list, a short one of one token; raises ValueError if it is another list."""
+
 
 def short_item(plain: list[Any]) -> ShortItem:
     """Return the short item that a MessagePack list is. Raise ValueError if it is none."""

@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from pipeline import (
+    KILLED,
     Annotated,
     Cancelled,
     CannotConnect,
@@ -26,7 +27,6 @@ from pipeline import (
     PenstockError,
     ReleaseOnce,
     ResponseStream,
-    State,
     Take,
     Watch,
 )
@@ -228,8 +228,10 @@ class RemoteCall:
         if self._take is None:
             self._wakeup.wake()
             return False
-        was_due, self._is_due = self._is_due, True
-        return not was_due
+        if self._is_due:
+            return False
+        self._is_due = True
+        return True
 
     def deliver(self) -> None:
         """Have a plain item taken if it came alone and the reader waits; else wake the reader."""
@@ -237,9 +239,10 @@ class RemoteCall:
         bodies, take = self._bodies, self._take
         if len(bodies) == 1 and take is not None and self._gate.is_open and self._wakeup.is_awaited:
             body = bodies[0]
-            if self.request.control.state is not State.KILLED and (parts := self._plain(body)) is not None:
+            if self.request.control.state is not KILLED and (plain := self._plain(body)) is not None:
+                token_id, index = plain
                 try:
-                    is_taken = take(*parts)
+                    is_taken = take(token_id, index)
                 except Exception as error:
                     self._fail(error)
                     return
@@ -295,7 +298,7 @@ class RemoteCall:
                         if watch is not None and isinstance(item, Annotated) and item.event is not None:
                             watch.look_at(item)
                         yield item
-                        if control.state is State.KILLED:
+                        if control.state is KILLED:
                             return
                     self._count_read(count, size_bytes)
                 if self._is_over:
@@ -322,12 +325,12 @@ class RemoteCall:
 
     def _count_read(self, items: int, size_bytes: int) -> None:
         """Let the worker send as many more as were read, once these are half of its window."""
-        self._read_items += items
-        self._read_bytes += size_bytes
-        if (self._read_items >= self._grant_items or self._read_bytes >= self._grant_bytes) and not self._is_over:
-            self._items -= self._read_items
-            self._bytes -= self._read_bytes
-            self._connection.send(framing.CREDIT, self._stream, to_msgpack([self._read_items, self._read_bytes]))
+        self._read_items = read_items = self._read_items + items
+        self._read_bytes = read_bytes = self._read_bytes + size_bytes
+        if (read_items >= self._grant_items or read_bytes >= self._grant_bytes) and not self._is_over:
+            self._items -= read_items
+            self._bytes -= read_bytes
+            self._connection.send(framing.CREDIT, self._stream, to_msgpack([read_items, read_bytes]))
             self._read_items = self._read_bytes = 0
 
 

@@ -43,10 +43,12 @@ PART: Final = 13
 
 NIL: Final = b"\xc0"
 _ARRAY_OF_3, _UINT32 = 0x93, 0xCE
-_HEADER, _ITEM_HEADER = Struct(">IBBBI"), Struct(">IBBBIB")
+_HEADER, _ITEM_HEAD = Struct(">IBBBI"), Struct(">BBBIB")
 _LENGTH_BYTES = 4
 HEADER_BYTES: Final = _HEADER.size
 _BEFORE_BODY = HEADER_BYTES - _LENGTH_BYTES
+_BEFORE_ITEM = _BEFORE_BODY + 1
+_SHORT_LENGTHS = [(_BEFORE_ITEM + size_bytes).to_bytes(_LENGTH_BYTES, "big") for size_bytes in range(128)]
 _ARRAY_16, _ARRAY_32 = Struct(">BH"), Struct(">BI")
 
 BODY_MAX = 2**32 - 1 - _BEFORE_BODY
@@ -69,9 +71,16 @@ def list_header(count: int) -> bytes:
 _SHORT = [bytes([0x90 | count]) for count in range(16)]
 
 
-def item_header(stream: int, size_bytes: int) -> bytes:
-    """Return what stands before an item of so many bytes that is a frame of its own; the list's header included."""
-    return _ITEM_HEADER.pack(_BEFORE_BODY + 1 + size_bytes, _ARRAY_OF_3, ITEMS, _UINT32, stream, 0x91)
+def item_length(size_bytes: int) -> bytes:
+    """Return what a frame begins with that has one item of so many bytes; then come `item_head` and the item."""
+    if size_bytes < len(_SHORT_LENGTHS):
+        return _SHORT_LENGTHS[size_bytes]
+    return (_BEFORE_ITEM + size_bytes).to_bytes(_LENGTH_BYTES, "big")
+
+
+def item_head(stream: int) -> bytes:
+    """Return what stands between the length and the item, the same for all of a stream; the list's header included."""
+    return _ITEM_HEAD.pack(_ARRAY_OF_3, ITEMS, _UINT32, stream, 0x91)
 
 
 def list_length(body: bytes) -> int:

@@ -9,7 +9,7 @@ from typing import Any, ForwardRef, TypeVar
 from attrs import frozen
 
 from pipeline import AsyncEngine, InvalidArgument
-from pipeline.wire import is_readable, plain_reader, ready_reader
+from pipeline.wire import is_of_tokens, is_readable, plain_reader, ready_reader
 
 from ...signatures import Signature, type_text
 
@@ -17,6 +17,11 @@ from ...signatures import Signature, type_text
 def payload_type(engine: AsyncEngine[Any, Any]) -> Any:
     """Return the type of an engine's payloads, Any where it declares none. Raise InvalidArgument as `item_reader`."""
     return _checked(Signature.of(engine, AsyncEngine).takes)
+
+
+def gives_tokens(engine: AsyncEngine[Any, Any]) -> bool:
+    """Return whether the engine declares items of tokens, so that its streams are fed with token ids."""
+    return is_of_tokens(Signature.of(engine, AsyncEngine).gives)
 
 
 @frozen

@@ -147,9 +147,9 @@ class ServedCall:
     """One call: what its server sends, and what its caller does."""
 
     __slots__ = (
-        "_body", "_bytes_out", "_connection", "_context", "_is_over", "_items_out", "_joined", "_joined_bytes",
-        "_limit_bytes", "_sending", "_stream", "_wakeup", "_whole_bytes", "_window_bytes", "_window_items",
-        "was_stopped",
+        "_body", "_bytes_out", "_connection", "_context", "_is_over", "_item_head", "_items_out", "_joined",
+        "_joined_bytes", "_limit_bytes", "_sending", "_stream", "_wakeup", "_whole_bytes", "_window_bytes",
+        "_window_items", "was_stopped",
     )  # fmt: skip
 
     was_stopped: bool
@@ -160,6 +160,7 @@ class ServedCall:
         assert other is not None, "the connection is open"
         self._connection = connection
         self._stream = stream
+        self._item_head = framing.item_head(stream)
         self._body: bytes | None = body
         self._context: Context[Any] = Context(None, id="")
         self._wakeup: Wakeup | None = None
@@ -292,8 +293,7 @@ class ServedCall:
         """Add the frame of the items that have come together, if there are any."""
         items = self._joined
         if len(items) == 1:
-            out.append(framing.item_header(self._stream, self._joined_bytes))
-            out.append(items[0])
+            out += framing.item_length(self._joined_bytes), self._item_head, items[0]
             self._bytes_out += 1
         elif items:
             count = framing.list_header(len(items))

@@ -7,12 +7,13 @@ from typing import Any
 
 import anyio
 
-from pipeline import AsyncEngine, Disconnected, InvalidArgument, to_error
+from pipeline import AsyncEngine, Context, Disconnected, Gate, InvalidArgument, Take, to_error
 from pipeline.foreign import raise_if_ours
-from pipeline.wire import from_plain, item_to_msgpack
+from pipeline.wire import from_plain, item_to_msgpack, token_to_msgpack
 
 from ..names import Instance
-from ..requests import CallMeter, MeteredCall, Serving
+from ..requests import CallMeter, MeteredCall, Serving, count_taken
+from .items import gives_tokens
 from .messages import CallHead
 from .service import ServedCall
 
@@ -34,6 +35,7 @@ class TcpServing(Serving):
         self.instance = instance
         self._engine = engine
         self._takes = takes
+        self._gives_tokens = gives_tokens(engine)
         self._meter = meter
         self._on_refuse = on_refuse
         self._calls: dict[ServedCall, None] = {}  # in the order they came, which is that in which they are cut
@@ -67,18 +69,8 @@ class TcpServing(Serving):
         if not self._calls:
             self._idle = anyio.Event()
         self._calls[call] = None
-        is_short = head.has_short_items
         try:
-            async with await self._engine.generate(request) as stream:
-                call.begin()
-                async for item in stream:
-                    if metered is not None:
-                        try:  # noqa: SIM105  # as in the embedded runtime
-                            metered.tokens += len(item.data.token_ids)
-                        except (AttributeError, TypeError):
-                            pass
-                    if not call.send_item(item_to_msgpack(item, is_short=is_short)):
-                        await call.room()
+            await self._answer(call, request, metered, is_short=head.has_short_items)
             call.end()
         except BaseException as error:
             raise_if_ours(error)
@@ -88,9 +80,40 @@ class TcpServing(Serving):
         finally:
             self._end(call, metered)
 
+    async def _answer(
+        self, call: ServedCall, request: Context[Any], metered: MeteredCall | None, *, is_short: bool
+    ) -> None:
+        gate = Gate()
+        async with await self._engine.generate(request) as stream:
+            call.begin()
+            if is_short and self._gives_tokens:
+                stream.feed(count_taken(metered, _token_taker(call, gate)), gate)
+            async for item in stream:
+                if not gate.is_open:
+                    await call.room()
+                    gate.is_open = True
+                if metered is not None:
+                    try:  # noqa: SIM105  # as in the embedded runtime
+                        metered.tokens += len(item.data.token_ids)
+                    except (AttributeError, TypeError):
+                        pass
+                if not call.send_item(item_to_msgpack(item, is_short=is_short)):
+                    await call.room()
+
     def _end(self, call: ServedCall, metered: MeteredCall | None) -> None:
         self._calls.pop(call, None)
         if self._meter is not None and metered is not None:
             self._meter.ended(metered, cancelled=call.was_stopped)
         if not self._calls:
             self._idle.set()
+
+
+def _token_taker(call: ServedCall, gate: Gate) -> Take:
+    """Return what sends plain tokens while the task that serves the call waits for its engine."""
+
+    def take(token_id: int, index: int | None) -> bool:
+        if not call.send_item(token_to_msgpack(token_id, index)):
+            gate.is_open = False  # the task, which gets the next item, can wait for room
+        return True
+
+    return take

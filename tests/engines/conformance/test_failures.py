@@ -41,7 +41,7 @@ ELSEWHERE = {
     *("IgnoreEosIgnored", "ChoicesIgnored", "LockHeldOverYield", "CancelScopeHeldOverYield"),
     *("TaskGroupHeldOverYield", "HeldUpByPausedReader", "LoopBlocked", "TasksLeftByCleanup"),
     *("ThreadsLeftByCleanup", "TasksLeftByStream", "ThreadsLeftByStream", "WorkLeftByStream"),
-    *("ChunkChanged", "CancellationSwallowed"),
+    *("ChunkChanged", "CancellationSwallowed", "OfferedTokensMismatch", "OfferedUsageMismatch"),
 }
 """The failures that the other files of tests cover."""
 HOSTED = {f"E{rule}" for rule in range(1, 14)}

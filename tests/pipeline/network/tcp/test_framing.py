@@ -52,8 +52,11 @@ def test_a_list_header_is_that_of_messagepack(count: int) -> None:
 
 
 def test_an_item_that_is_a_frame_of_its_own_is_a_list_of_one() -> None:
-    item = msgspec.msgpack.encode("a")
-    assert framing.item_header(5, len(item)) + item == written((framing.ITEMS, 5, msgspec.msgpack.encode(["a"])))
+    for size in (1, 30, 110, 127, 128, 300, 70_000):
+        text = "a" * size
+        item = msgspec.msgpack.encode(text)
+        frame = framing.item_length(len(item)) + framing.item_head(5) + item
+        assert frame == written((framing.ITEMS, 5, msgspec.msgpack.encode([text])))
 
 
 @given(st.lists(st.binary(max_size=400), max_size=8))
