@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil, isfinite, log
+from math import ceil, isfinite, log, sqrt
 from random import Random
 
 import pytest
@@ -14,7 +14,7 @@ from operators.kv.decision import Prompt
 from operators.kv.eligibility import Candidates
 from operators.kv.index import CandidateOverlap, Overlap
 from operators.kv.load import RankLoads
-from operators.kv.marginal import marginal_delays, marginal_weights
+from operators.kv.marginal import felt_tokens, marginal_delays, marginal_weights
 from operators.kv.pace import Pace
 from operators.kv.selection import WorkerType, costs, judge, select_worker
 from operators.kv.types import RequestSettings, WorkerRank
@@ -55,14 +55,16 @@ def slow_delay(prompt: Prompt, one: Row, pace: Pace) -> float:
     new = max(0, prompt.isl_tokens - cached * size)
     passes = ceil((in_flight + max(1, new)) / 8192)
     shared = min(new, max(0, 8192 - in_flight)) if in_flight else 0
+    ahead = passes + (0.5 if in_flight else 0)
     if not pace.pause_weight:
-        return in_flight + new + passes * 1024 + 2 * new + shared
-    wait = in_flight + new + passes * (1024 + (384 + size * (held + added) / 300 if requests else 0))
+        return in_flight + new + ahead * 1024 + 2 * new + shared
+    felt = min(20, pace.pause_weight * answer)
+    wait = in_flight + new + ahead * (1024 + (384 + size * (held + added) / 300 if requests else 0))
     own = (size * (held + added) + requests * answer / 2) / 300
     pauses = requests * (new + 1024 * (passes - ceil(in_flight / 8192))) / answer
     longer = requests / 600 * (size * added + answer / 2)
     turns = pace.returns * 384 * log(1 + size * held_lately / 300 / 384)
-    return wait + 2 * new + shared + 20 * (own + pauses + longer + turns)
+    return wait + 2 * new + shared + felt * (own + longer) + sqrt(felt * 20) * pauses + 20 * turns
 
 
 @given(prompts, rows, paces)
@@ -103,10 +105,11 @@ def test_a_load_adds_at_least_its_weight(prompt: Prompt, added: int, is_cached: 
     assert busy * (1 + 1e-9) >= idle + marginal_weights(prompt, pace).of(load)
 
 
-def test_without_a_prompt_to_compute_a_load_adds_its_weight_and_the_longer_pass() -> None:
+def test_without_a_prompt_to_compute_a_load_adds_its_weight_and_half_of_a_pass_under_way() -> None:
     prompt, pace = Prompt(64, 64), Pace(returns=5.0)
     idle, busy = found(prompt, [(0, 0, 0, 0, 1, 0.0), (100, 300, 0, 2, 1, 900.0)], pace)
-    assert busy == pytest.approx(idle + marginal_weights(prompt, pace).of((100, 300, 2, 900)))
+    under_way = (1024 + 384 + 64 * 300 / 300) / 2
+    assert busy == pytest.approx(idle + marginal_weights(prompt, pace).of((100, 300, 2, 900)) + under_way)
 
 
 def test_blocks_held_do_not_send_a_conversation_away_from_its_cache_as_they_do_by_cost() -> None:
@@ -135,6 +138,27 @@ def test_short_prompts_share_a_pass_where_it_would_pause_many_answers() -> None:
     table: list[Row] = [(300, 0, 5, 200, 0, 0.0), (0, 0, 5, 200, 0, 0.0)]
     assert chosen(Prompt(300, 64), table, Pace()) == A
     assert chosen(Prompt(300, 64), table, Pace(pause_weight=0.0)) == B
+
+
+def test_short_prompts_take_passes_of_their_own_where_first_tokens_come_soon_beside_answers() -> None:
+    """To share the next pass is to wait for the one under way. That is a larger part of a short wait."""
+    table: list[Row] = [(300, 0, 5, 140, 0, 0.0), (0, 0, 5, 140, 0, 0.0)]
+    assert chosen(Prompt(300, 64), table, Pace(pause_weight=0.003, answer_tokens=1000)) == B
+    assert chosen(Prompt(300, 64), table, Pace(pause_weight=0.02, answer_tokens=1000)) == A
+
+
+def test_a_turn_stays_at_its_cache_where_first_tokens_come_soon_beside_answers() -> None:
+    """The time per token counts by what it is beside the time to the first token, at most like twenty of it."""
+    table: list[Row] = [(0, 900, 32, 6, 20, 0.0), (0, 0, 32, 0, 0, 0.0)]
+    assert chosen(Prompt(2048, 64), table, Pace(pause_weight=0.03, answer_tokens=175)) == A
+    assert chosen(Prompt(2048, 64), table, Pace(pause_weight=0.2, answer_tokens=175)) == B
+    assert felt_tokens(Pace(pause_weight=0.2, answer_tokens=175)) == felt_tokens(Pace()) == 20
+
+
+def test_half_of_a_pass_under_way_is_still_to_come() -> None:
+    pace = Pace(pause_weight=0.0)
+    idle, busy = found(Prompt(640, 64), [(0, 0, 10, 0, 0, 0.0), (100, 0, 10, 0, 0, 0.0)], pace)
+    assert busy - idle == 100 + 1024 / 2 + 640
 
 
 def test_a_rank_that_takes_longer_gets_less() -> None:
