@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from typing import cast
 
 from pipeline.protocols.kv import KvCleared, KvEventData, KvRemoved, KvStored, StoredBlocks
 
@@ -36,9 +36,11 @@ class BlockPool:
         "_copies",
         "_free",
         "_held_by",
-        "_inactive",
         "_names",
+        "_queued",
+        "_released",
         "_shown",
+        "_turn",
         "active",
         "capacity",
         "changes",
@@ -54,10 +56,14 @@ class BlockPool:
         self.on_event = on_event
         self.on_event_with_tokens: OnEventWithTokens | None = None
         self._held_by = [0] * capacity_blocks
+        """How many sequences hold each block; of an inactive one the turn of its release, which is below 0."""
         self._names: list[int | None] = [None] * capacity_blocks
         self._free = list(range(capacity_blocks - 1, -1, -1))
-        self._inactive: OrderedDict[int, None] = OrderedDict()
-        """Named blocks that are not held; the one released longest ago first."""
+        self._released: deque[tuple[int, list[int]]] = deque()
+        """The turn and its blocks, the first to evict last; those reused since have another turn."""
+        self._queued = 0
+        """How many blocks these are."""
+        self._turn = 0
         self._shown: dict[int, int] = {}
         """Name -> the block that a lookup returns."""
         self._copies: dict[int, list[int]] = {}
@@ -66,7 +72,7 @@ class BlockPool:
     @property
     def inactive(self) -> int:
         """Blocks with reusable content that are not held."""
-        return len(self._inactive)
+        return self.capacity - self.active - len(self._free)
 
     @property
     def available(self) -> int:
@@ -91,18 +97,19 @@ class BlockPool:
     def count_active(self, blocks: Iterable[int]) -> int:
         """Return how many of the blocks are held."""
         held_by = self._held_by
-        return sum([1 for block in blocks if held_by[block]])
+        return sum([1 for block in blocks if held_by[block] > 0])
 
     def reuse(self, blocks: Iterable[int]) -> None:
         """Hold these named blocks once more."""
         self.changes += 1
-        held_by, inactive = self._held_by, self._inactive
+        held_by = self._held_by
         woken = 0
         for block in blocks:
-            if not held_by[block]:
-                del inactive[block]
+            holders = held_by[block]
+            if holders <= 0:
                 woken += 1
-            held_by[block] += 1
+                holders = 0
+            held_by[block] = holders + 1
         self.active += woken
 
     def take(self, count: int) -> list[int] | None:
@@ -112,7 +119,7 @@ class BlockPool:
         self.changes += 1
         free = self._free
         if len(free) < count:
-            self._evict(count - len(free))
+            self._forget(self._oldest(count - len(free)))
         at = len(free) - count
         taken = free[at:]
         del free[at:]
@@ -154,40 +161,44 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Release the blocks of a sequence, the last one first: named ones become inactive, nameless ones free."""
         self.changes += 1
-        held_by, names, inactive, free = self._held_by, self._names, self._inactive, self._free
-        let_go = 0
-        for block in reversed(blocks):
-            holders = held_by[block] - 1
-            held_by[block] = holders
-            if holders:
-                continue
-            let_go += 1
-            if names[block] is None:
-                free.append(block)
-            else:
-                inactive[block] = None
-        self.active -= let_go
+        held_by, names = self._held_by, self._names
+        let_go = [block for block in blocks if held_by[block] == 1]
+        if len(let_go) < len(blocks):
+            for block in blocks:
+                held_by[block] -= 1
+        self.active -= len(let_go)
+        named = [block for block in let_go if names[block] is not None]
+        if len(named) < len(let_go):
+            nameless = [block for block in reversed(let_go) if names[block] is None]
+            for block in nameless:
+                held_by[block] = 0
+            self._free += nameless
+        if named:
+            self._queue(named)
 
     def destroy(self, blocks: Sequence[int]) -> None:
         """As `release`, but blocks without another holder become free instead of inactive."""
         self.release(blocks)
-        self._forget([block for block in reversed(blocks) if block in self._inactive])
+        self._forget([block for block in reversed(blocks) if self._held_by[block] < 0])
 
     def evict(self) -> int | None:
         """Evict the block that is inactive for longest and return its name; None if there is none."""
-        if not self._inactive:
+        if not self.inactive:
             return None
         self.changes += 1
-        name = self._names[next(iter(self._inactive))]
-        self._evict(1)
+        (block,) = self._oldest(1)
+        name = self._names[block]
+        self._forget([block])
         return name
 
     def clear(self) -> int:
         """Free all inactive blocks and drop the names of the held ones; return the number of names."""
         self.changes += 1
         count = len(self._shown)
-        self._free.extend(self._inactive)
-        self._inactive.clear()
+        freed = self._oldest(self.inactive)
+        for block in freed:
+            self._held_by[block] = 0
+        self._free += freed
         self._names = [None] * self.capacity
         self._shown.clear()
         self._copies.clear()
@@ -197,10 +208,14 @@ class BlockPool:
 
     def check(self) -> None:
         """Assert every invariant, block by block; for tests."""
-        held = {block for block, count in enumerate(self._held_by) if count}
-        free, inactive = set(self._free), set(self._inactive)
-        assert all(count >= 0 for count in self._held_by)
+        held = {block for block, count in enumerate(self._held_by) if count > 0}
+        inactive = {block for block, count in enumerate(self._held_by) if count < 0}
+        free = set(self._free)
         assert len(free) == len(self._free)
+        queued = [block for turn, blocks in self._released for block in blocks if self._held_by[block] == turn]
+        assert len(queued) == len(inactive) == self.inactive
+        assert set(queued) == inactive
+        assert self._queued == sum(len(blocks) for _, blocks in self._released)
         assert self.active == len(held)
         assert not held & free
         assert not held & inactive
@@ -218,37 +233,59 @@ class BlockPool:
         assert all(self._names[block] is None for block in free)
         assert all(self._names[block] is not None for block in inactive)
 
-    def _evict(self, count: int) -> None:
-        self._forget(list(islice(self._inactive, count)))
+    def _queue(self, blocks: list[int]) -> None:
+        """Make blocks that are no longer held inactive, to be evicted from the last one on, after all before them."""
+        self._turn = turn = self._turn - 1
+        held_by = self._held_by
+        for block in blocks:
+            held_by[block] = turn
+        self._released.append((turn, blocks))
+        self._queued += len(blocks)
+        if self._queued > 2 * self.capacity:  # most of them were reused since
+            present = [(turn, [block for block in queued if held_by[block] == turn]) for turn, queued in self._released]
+            self._released = deque((turn, queued) for turn, queued in present if queued)
+            self._queued = sum(len(queued) for _, queued in self._released)
+
+    def _oldest(self, count: int) -> list[int]:
+        """Take that many inactive blocks out of the queue, those that are inactive for longest, in this order."""
+        held_by, released = self._held_by, self._released
+        found: list[int] = []
+        while (missing := count - len(found)) > 0:
+            turn, queued = released[0]
+            part = queued[-missing:]
+            del queued[-missing:]
+            self._queued -= len(part)
+            if not queued:
+                released.popleft()
+            found += [block for block in reversed(part) if held_by[block] == turn]
+        return found
 
     def _forget(self, blocks: Sequence[int]) -> None:
-        """Make inactive blocks free; publish the names that are gone with them."""
-        gone = []
-        inactive, names, shown, copies = self._inactive, self._names, self._shown, self._copies
+        """Make inactive blocks free, which are out of the queue; publish the names that are gone with them."""
+        held_by, names, shown, copies = self._held_by, self._names, self._shown, self._copies
+        gone = cast("list[int]", [names[block] for block in blocks])  # without a name none is inactive
         for block in blocks:
-            del inactive[block]
-            name = names[block]
-            names[block] = None
-            if name is None:
-                continue
-            if name in copies:
-                self._drop_copy(name, block)
-            else:
-                del shown[name]
-                gone.append(name)
-        self._free.extend(blocks)
+            names[block], held_by[block] = None, 0
+        if copies:
+            gone = [name for name, block in zip(gone, blocks, strict=True) if not self._is_dropped_copy(name, block)]
+        for name in gone:
+            del shown[name]
+        self._free += blocks
         if gone:
             self._publish(KvRemoved(gone))
 
-    def _drop_copy(self, name: int, block: int) -> None:
-        """Take the name from the block, one of several that have it."""
-        others = self._copies[name]
+    def _is_dropped_copy(self, name: int, block: int) -> bool:
+        """Take the name from the block if others have it too; return whether they do."""
+        others = self._copies.get(name)
+        if others is None:
+            return False
         if self._shown[name] == block:
             self._shown[name] = others.pop(0)
         else:
             others.remove(block)
         if not others:
             del self._copies[name]
+        return True
 
     def _publish_stored(
         self,

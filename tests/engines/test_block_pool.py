@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from hypothesis import given
@@ -226,6 +227,41 @@ def test_clearing_an_empty_cache_sends_no_event() -> None:
     pool, events = pool_with_events(1)
     assert pool.clear() == 0
     assert events == []
+
+
+@given(st.integers(1, 6), st.lists(st.tuples(st.sampled_from(["new", "reuse", "release", "evict"]), st.integers(0, 9))))
+def test_blocks_are_evicted_in_the_order_of_their_last_release(capacity: int, steps: list[tuple[str, int]]) -> None:
+    pool, inactive, held = BlockPool(capacity), list[int](), list[tuple[list[int], list[int]]]()
+    fresh = itertools.count()
+    for kind, number in steps:
+        if kind == "new" and (count := 1 + number % 3) <= pool.available:
+            evicted = max(0, len(inactive) - (pool.available - count))
+            del inactive[:evicted]
+            names = [next(fresh) for _ in range(count)]
+            held.append((names, stored(pool, *names)))
+        elif kind == "reuse" and inactive:
+            name = inactive.pop(number % len(inactive))
+            pool.reuse(blocks := pool.match([name]))
+            held.append(([name], blocks))
+        elif kind == "release" and held:
+            names, blocks = held.pop(number % len(held))
+            pool.release(blocks)
+            inactive += reversed(names)
+        elif kind == "evict":
+            assert pool.evict() == (inactive.pop(0) if inactive else None)
+        pool.check()
+    assert [pool.evict() for _ in inactive] == inactive
+
+
+def test_a_prefix_that_is_used_again_and_again_takes_no_more_memory() -> None:
+    pool = BlockPool(8)
+    pool.release(stored(pool, 1, 2, 3, 4))
+    for _ in range(1_000):
+        pool.reuse(blocks := pool.match([1, 2, 3, 4]))
+        pool.release(blocks)
+        assert pool._queued <= 16
+    pool.check()
+    assert [pool.evict() for _ in range(4)] == [4, 3, 2, 1]
 
 
 def replay(events: list[KvEventData]) -> set[int]:
