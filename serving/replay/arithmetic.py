@@ -1,8 +1,8 @@
 """Arithmetic on the times of many tokens, with numpy where it is installed and worth its import, else without.
 
-    times on the loop's clock ──since_ms──► times of the replay ──gaps_ms──► gaps ──squares, ordered──► their statistics
+    clock ──since_ms──► times of many requests ──rounded──► to the nanosecond ──gaps_ms──► gaps ──► their statistics
 
-Both ways give the same bits. A token costs 0.09 µs in one and 0.47 µs in the other; the import takes 0.1 s.
+Both ways give the same bits. A token costs 0.07 µs in one and 0.54 µs in the other; the import takes 0.1 s.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from importlib import import_module
-from itertools import chain, repeat
+from itertools import chain, pairwise, repeat
 from operator import mul, sub, truediv
 from typing import Any
 
@@ -60,12 +60,19 @@ class Arithmetic:
         return Arithmetic() if numpy is None else VectorArithmetic(numpy)
 
     def since_ms(self, times_s: Sequence[float], began_s: float) -> Sequence[float]:
-        """Return the milliseconds from the beginning until each time, to the nanosecond."""
-        return rounded([(time_s - began_s) * 1000.0 for time_s in times_s], NANOSECOND_DIGITS)
+        """Return the milliseconds from the beginning until each time."""
+        return [(time_s - began_s) * 1000.0 for time_s in times_s]
 
-    def gaps_ms(self, times_ms: array[float]) -> Sequence[float]:
-        """Return the gaps between the times, each as `elapsed_ms`."""
-        return rounded(list(map(sub, times_ms[1:], times_ms)), PICOSECOND_DIGITS)
+    def rounded(self, values: array[float], digits: int) -> array[float]:
+        """Return `round(value, digits)` of each."""
+        return array("d", rounded(values, digits))
+
+    def gaps_ms(self, times_ms: array[float], ends: Sequence[int]) -> Sequence[float]:
+        """Return the gaps between the times of each request, each as `elapsed_ms`; its times end before that index."""
+        gaps = chain.from_iterable(
+            map(sub, times_ms[start + 1 : end], times_ms[start:end]) for start, end in pairwise((0, *ends))
+        )
+        return rounded(list(gaps), PICOSECOND_DIGITS)
 
     def ordered(self, values: Sequence[float]) -> Sequence[float]:
         """Return the values in ascending order."""
@@ -94,13 +101,18 @@ class VectorArithmetic(Arithmetic):
     def since_ms(self, times_s: Sequence[float], began_s: float) -> Sequence[float]:
         if len(times_s) < _FEW or not isinstance(times_s, array):
             return super().since_ms(times_s, began_s)
-        return self._rounded((self._numpy.frombuffer(times_s) - began_s) * 1000.0, NANOSECOND_DIGITS)
+        return _array((self._numpy.frombuffer(times_s) - began_s) * 1000.0)
 
-    def gaps_ms(self, times_ms: array[float]) -> Sequence[float]:
-        if len(times_ms) < _FEW:
-            return super().gaps_ms(times_ms)
+    def rounded(self, values: array[float], digits: int) -> array[float]:
+        return array("d", values) if not values else _array(self._rounded(self._numpy.frombuffer(values), digits))
+
+    def gaps_ms(self, times_ms: array[float], ends: Sequence[int]) -> Sequence[float]:
+        if not times_ms:
+            return []
         times = self._numpy.frombuffer(times_ms)
-        return self._rounded(times[1:] - times[:-1], PICOSECOND_DIGITS)
+        between = [end - 1 for end in ends if 0 < end < len(times)]
+        gaps = self._numpy.delete(times[1:] - times[:-1], between)
+        return _array(self._rounded(gaps, PICOSECOND_DIGITS)) if len(gaps) else []
 
     def ordered(self, values: Sequence[float]) -> Sequence[float]:
         return _array(self._numpy.sort(self._numpy.asarray(values)))
@@ -112,17 +124,17 @@ class VectorArithmetic(Arithmetic):
     def rates(self, gaps_ms: Sequence[float]) -> array[float]:
         return _array(1000.0 / self._numpy.asarray(gaps_ms))
 
-    def _rounded(self, values: Any, digits: int) -> Sequence[float]:
-        """Return what `rounded` returns for the values, as an array."""
+    def _rounded(self, values: Any, digits: int) -> Any:
+        """Return what `rounded` returns for the values, of which there are some."""
         scale = 10.0**digits
         if not (values.min() >= 0 and values.max() * scale < _EXACT_BELOW):
-            return rounded(values.tolist(), digits)
+            return self._numpy.asarray(rounded(values.tolist(), digits))
         products = values * scale
         wholes = products + _TO_INTEGER - _TO_INTEGER
         found = wholes / scale
         for at in self._numpy.flatnonzero(abs(products - wholes) >= _NEAR_HALF).tolist():
             found[at] = round(float(values[at]), digits)
-        return _array(found)
+        return found
 
 
 @lru_cache

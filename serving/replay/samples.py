@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import pairwise
 from math import inf
 from typing import Literal, TypeAlias
 
@@ -29,6 +30,9 @@ from .arithmetic import NANOSECOND_DIGITS, PICOSECOND_DIGITS, Arithmetic
 
 INTERVAL_MS = 10_000.0
 """Interval of the series, by default."""
+
+_AT_ONCE_TOKENS = 16_384
+"""Tokens of completed requests are counted together once they are so many."""
 
 Role: TypeAlias = Literal["prefill", "decode"]
 """The role of a worker; one for both phases counts as decode."""
@@ -125,7 +129,7 @@ class RequestSample:
             self._times.extend((now_ms,) * count)
 
     def tokens_at(self, times_ms: Sequence[float]) -> None:
-        """Record one token at each of these times, which are in order."""
+        """Record one token at each of these times, which are in order. They are rounded when the request has ended."""
         self._times.extend(times_ms)
 
     def worker(self, role: Role = "decode") -> int | None:
@@ -177,13 +181,13 @@ class RequestSample:
         return _since(self.arrival_ms, self.last_token_ms)
 
     def close(self, now_ms: float, status: Status) -> array[float]:
-        """Record the end. Return the times of its tokens, and drop them."""
+        """Record the end. Return the times of its tokens, not rounded, and drop them."""
         times, self._times = self._times, array("d")
         self.status, self.end_ms, self.output_tokens = status, now_ms, len(times)
         if times:
-            self.first_token_ms, self.last_token_ms = times[0], times[-1]
+            self.first_token_ms, self.last_token_ms = to_nanosecond(times[0]), to_nanosecond(times[-1])
         if len(times) > 1:
-            self.second_token_ms = times[1]
+            self.second_token_ms = to_nanosecond(times[1])
         return times
 
 
@@ -213,9 +217,12 @@ class Samples:
     arithmetic: Arithmetic = field(factory=Arithmetic, repr=False)
     requests: list[RequestSample] = field(factory=list)
     workers: dict[tuple[Role, int], WorkerSample] = field(factory=dict)
-    gaps_ms: array[float] = field(factory=lambda: array("d"), repr=False)
-    """Between the tokens of all completed requests."""
-    tokens_by_interval: Counter[int] = field(factory=Counter, init=False)
+    _gaps_ms: array[float] = field(factory=lambda: array("d"), init=False, repr=False)
+    _tokens_by_interval: Counter[int] = field(factory=Counter, init=False, repr=False)
+    _times: array[float] = field(factory=lambda: array("d"), init=False, repr=False)
+    """Of the tokens of completed requests that are not counted yet: many requests at once take a fifth of the time."""
+    _ends: list[int] = field(factory=list, init=False, repr=False)
+    """Where the times of each of these requests end."""
 
     def __attrs_post_init__(self) -> None:
         if not 0 < self.interval_ms < inf:
@@ -244,9 +251,39 @@ class Samples:
         if sample.end_ms is not None:
             raise InvalidArgument(f"request {sample.name!r} is over already", field="sample")
         times = sample.close(now_ms, status)
-        self.tokens_by_interval.update(count_sorted(times, self.interval_ms))
-        if status is Status.COMPLETED:
-            self.gaps_ms.extend(self.arithmetic.gaps_ms(times))
+        if status is not Status.COMPLETED:
+            self._count(self.arithmetic.rounded(times, NANOSECOND_DIGITS), (len(times),))
+        elif times:
+            self._times += times
+            self._ends.append(len(self._times))
+            if len(self._times) >= _AT_ONCE_TOKENS:
+                self._count_completed()
+
+    @property
+    def gaps_ms(self) -> array[float]:
+        """Between the tokens of all completed requests."""
+        self._count_completed()
+        return self._gaps_ms
+
+    @property
+    def tokens_by_interval(self) -> Counter[int]:
+        """How many tokens all requests that have ended got in each interval."""
+        self._count_completed()
+        return self._tokens_by_interval
+
+    def _count_completed(self) -> None:
+        """Count the tokens of completed requests, and the gaps between them."""
+        if not self._times:
+            return
+        times, ends = self.arithmetic.rounded(self._times, NANOSECOND_DIGITS), self._ends
+        self._times, self._ends = array("d"), []
+        self._count(times, ends)
+        self._gaps_ms.extend(self.arithmetic.gaps_ms(times, ends))
+
+    def _count(self, times_ms: array[float], ends: Sequence[int]) -> None:
+        """Count the tokens of requests; the times of each end before its index in `ends`."""
+        for start, end in pairwise((0, *ends)):
+            self._tokens_by_interval.update(count_sorted(times_ms[start:end], self.interval_ms))
 
     def worker_joined(self, worker: int, now_ms: float, role: Role = "decode") -> None:
         """Record that a worker joined, for the first time or again; without effect on one that is there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise
 
 import numpy
 import pytest
@@ -37,11 +38,22 @@ def test_times_since_the_beginning_are_the_same(times_s: array[float], began_s: 
     assert bits(VECTORS.since_ms(times_s, began_s)) == bits(PLAIN.since_ms(times_s, began_s))
 
 
-@given(MANY)
-def test_gaps_are_the_same_also_between_times_that_are_not_in_order(times_ms: array[float]) -> None:
-    ordered = array("d", sorted(times_ms))
-    assert bits(VECTORS.gaps_ms(ordered)) == bits(PLAIN.gaps_ms(ordered))
-    assert bits(VECTORS.gaps_ms(times_ms)) == bits(PLAIN.gaps_ms(times_ms))
+@given(MANY, st.sampled_from([6, 9]))
+def test_rounded_times_are_the_same(times_ms: array[float], digits: int) -> None:
+    assert bits(VECTORS.rounded(times_ms, digits)) == bits(PLAIN.rounded(times_ms, digits))
+
+
+@given(st.lists(MANY, max_size=8), st.booleans())
+def test_gaps_of_many_requests_are_the_same_also_between_times_that_are_not_in_order(
+    requests: list[array[float]], are_in_order: bool
+) -> None:
+    if are_in_order:
+        requests = [array("d", sorted(times_ms)) for times_ms in requests]
+    together = array("d", chain.from_iterable(requests))
+    ends = list(accumulate(map(len, requests)))
+    gaps = [round(later - time, 9) for times_ms in requests for time, later in pairwise(times_ms)]
+    assert bits(PLAIN.gaps_ms(together, ends)) == bits(gaps)
+    assert bits(VECTORS.gaps_ms(together, ends)) == bits(gaps)
 
 
 @given(MANY, VALUES)
