@@ -160,10 +160,10 @@ def deliveries(config: GraphConfig, trace: Trace, monkeypatch: pytest.MonkeyPatc
     count = 0
     put = ReadyTokens.put
 
-    def counted(channel: ReadyTokens[Any, Any], *given: Any) -> None:
+    def counted(channel: ReadyTokens[Any, Any], *given: Any, **how: Any) -> None:
         nonlocal count
         count += 1
-        put(channel, *given)
+        put(channel, *given, **how)
 
     monkeypatch.setattr(ReadyTokens, "put", counted)
     report_of(False, config, trace, **how)
