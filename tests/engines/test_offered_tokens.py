@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
 from attrs import evolve
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from engines import GenerateContext
 from engines.adapter import RequestAdapter
 from engines.mocker import MockEngine, MockEngineArgs
 from engines.ready_tokens import ReadyTokens
 from engines.standalone import as_engine
+from engines.worker.probe import IdleProbe, TrafficObserver
 from pipeline import Annotated, Context, Gate, ResponseStream
 from pipeline.protocols import (
     FinishReason,
@@ -24,9 +27,11 @@ from pipeline.protocols import (
     SamplingOptions,
     StopConditions,
 )
+from pipeline.telemetry import Metrics
 from pipeline.testing import OpenStreams
 from tests.engines.worlds import EndsOnKill
 from tests.pipeline.network.tcp.worlds import OPTIONS, pair
+from tests.pipeline.network.worlds import WHERE, WorldKind, two_runtimes
 
 KIND: Any = Annotated[LLMEngineOutput]
 REQUEST = PreprocessedRequest([1, 2, 3], stop_conditions=StopConditions(max_tokens=100))
@@ -238,6 +243,70 @@ async def test_offered_tokens_are_fed_at_the_other_side(open_streams: OpenStream
         await anyio.sleep(0.1)
         assert reader.seen == [*(f"fed {token_id}" for token_id in range(6)), "ended [] stop"]
         assert scheduler.offers == [(0, False), *((token_id, True) for token_id in range(1, 6))]
+
+
+# -- what looks at streams on their way
+
+
+class Noted:
+    """In the place of a probe: whether items came since the last look."""
+
+    def __init__(self) -> None:
+        self.is_flowing = False
+        self.observed = 0
+
+    def observe(self) -> None:
+        self.observed += 1
+
+
+async def test_a_probe_observes_tokens_that_are_taken(open_streams: OpenStreams) -> None:
+    scheduler, probe = Scheduler(), Noted()
+    observed: Any = TrafficObserver(RequestAdapter(scheduler.engine), cast(IdleProbe, probe))
+    reader = Reader(await observed.generate(Context(REQUEST)))
+    assert reader.stream.feed(reader.take, reader.gate)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(reader.read)
+        await anyio.wait_all_tasks_blocked()
+        await scheduler.make(1)
+        assert (probe.observed, probe.is_flowing) == (1, False)
+        await scheduler.make(2)
+        assert (reader.seen[-1], probe.observed, probe.is_flowing) == ("fed 2", 1, True)
+        probe.is_flowing = False
+        await scheduler.make(900)
+        assert (reader.seen[-1], probe.is_flowing) == ("read [900]", True)
+        await scheduler.make(end=FinishReason.STOP)
+    assert probe.observed == 2
+
+
+@pytest.mark.parametrize("feeds", [False, True])
+@pytest.mark.parametrize("world", ["in process", "tcp"])
+async def test_tokens_that_are_taken_are_counted_for_their_instance(
+    world: WorldKind, feeds: bool, open_streams: OpenStreams
+) -> None:
+    scheduler, recorded = Scheduler(), InMemoryMetricReader()
+    meter = MeterProvider([recorded], shutdown_on_exit=False).get_meter("test")
+    async with (
+        two_runtimes(world, metrics=Metrics(meter, family="component")) as (worker, caller),
+        anyio.create_task_group() as tasks,
+    ):
+        await worker.serve(WHERE, RequestAdapter(scheduler.engine), instance_id=1)
+        workers = caller.workers(WHERE, KIND)
+        await workers.wait_for_instances()
+        reader = Reader(await workers.engine(1).generate(Context(REQUEST)))
+        if feeds:
+            assert reader.stream.feed(reader.take, reader.gate)
+        tasks.start_soon(reader.read)
+        await anyio.sleep(0.1)
+        for token_id in (1, 2, 3, 900, 4):
+            await scheduler.make(token_id)
+            await anyio.sleep(0.1)
+        await scheduler.make(end=FinishReason.STOP)
+    assert any(taken for _, taken in scheduler.offers) is (feeds or world == "tcp")
+    data = recorded.get_metrics_data()
+    assert data is not None
+    points = {metric.name: metric.data.data_points[0] for metric in data.resource_metrics[0].scope_metrics[0].metrics}
+    counted: Any = points["dynamo_component_response_bytes_total"]
+    assert counted.value == 4 * 5
 
 
 # -- the mock engine
