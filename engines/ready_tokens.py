@@ -99,7 +99,7 @@ class ReadyTokens(Generic[C, T]):
     def _is_taken(self, token: T) -> bool:
         """Have a token taken if the reader waits for it; return whether it was."""
         take = self.take_lone
-        if take is None or self.waiting or not self.news.is_awaited or not take(token):
+        if take is None or not self.news.is_awaited or not take(token):
             return False
         self.taken += 1
         return True

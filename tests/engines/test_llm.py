@@ -11,7 +11,7 @@ from engines import EngineConfig, GenerateContext, LLMEngine, MetricsBindings, M
 from engines.conformance import cancelling_context, mock_context
 from engines.llm import FirstToken
 from engines.publishing import EngineMetrics
-from pipeline import Context, InvalidArgument
+from pipeline import Context, Gate, InvalidArgument
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 
 
@@ -116,6 +116,25 @@ async def test_a_stop_wakes_stop_waiters_and_not_kill_waiters() -> None:
     with anyio.move_on_after(5) as scope:
         await context.killed()
     assert scope.cancelled_caught
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_it_takes_offered_tokens_only_while_the_request_runs(how: str) -> None:
+    taken: list[tuple[int, None]] = []
+    context = GenerateContext(Context(None))
+    assert not context.offer_token(1)
+
+    def take(token_id: int, index: None) -> bool:
+        taken.append((token_id, index))
+        return True
+
+    context.feed(take, Gate())
+    assert not context.offer_token(2), "before the first token was yielded"
+    context.is_steady = True
+    assert context.offer_token(3)
+    getattr(context, how)()
+    assert not context.offer_token(4)
+    assert taken == [(3, None)]
 
 
 def test_it_takes_two_parts_in_order_and_metadata_by_name() -> None:

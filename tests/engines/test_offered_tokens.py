@@ -18,6 +18,7 @@ from engines.mocker import MockEngine, MockEngineArgs
 from engines.ready_tokens import ReadyTokens
 from engines.standalone import as_engine
 from engines.worker.probe import IdleProbe, TrafficObserver
+from operators import Detokenize, Model
 from pipeline import Annotated, Context, Gate, ResponseStream
 from pipeline.protocols import (
     FinishReason,
@@ -243,6 +244,33 @@ async def test_offered_tokens_are_fed_at_the_other_side(open_streams: OpenStream
         await anyio.sleep(0.1)
         assert reader.seen == [*(f"fed {token_id}" for token_id in range(6)), "ended [] stop"]
         assert scheduler.offers == [(0, False), *((token_id, True) for token_id in range(1, 6))]
+
+
+async def test_a_caller_that_reads_no_tokens_gets_whole_items(open_streams: OpenStreams) -> None:
+    scheduler = Scheduler()
+    async with pair() as world:
+        _, remote = await world.serve(RequestAdapter(scheduler.engine), Any)
+        async with await remote.generate(Context(REQUEST)) as stream:
+            await anyio.wait_all_tasks_blocked()
+            for token_id in range(3):
+                await scheduler.make(token_id)
+            await scheduler.make(end=FinishReason.STOP)
+            items = [item async for item in stream]
+    assert [item["data"]["token_ids"] for item in items] == [[0], [1], [2], []]
+
+
+async def test_what_a_graph_adds_to_tokens_reaches_the_caller_of_its_worker(open_streams: OpenStreams) -> None:
+    scheduler = Scheduler()
+    async with pair() as world:
+        served = Detokenize(Model.byte_level("m")) >> RequestAdapter(scheduler.engine)
+        _, remote = await world.serve(served, KIND)
+        async with await remote.generate(Context(REQUEST)) as stream:
+            await anyio.wait_all_tasks_blocked()
+            for token_id in b"abc":
+                await scheduler.make(token_id)
+            await scheduler.make(end=FinishReason.STOP)
+            items = [item.data async for item in stream]
+    assert "".join(item.text or "" for item in items) == "abc"
 
 
 # -- what looks at streams on their way

@@ -88,6 +88,31 @@ async def test_nothing_comes_behind_an_error() -> None:
     assert [bundle.tokens for bundle in ready.waiting] == [[1]]
 
 
+async def test_a_lone_token_that_the_reader_waits_for_is_taken_if_it_is_offered() -> None:
+    ready: ReadyTokens[str, int] = ReadyTokens()
+    taken: list[int] = []
+
+    def take(token: int) -> bool:
+        if token < 90:
+            taken.append(token)
+        return token < 90
+
+    ready.take_lone = take
+    ready.put("only", [1], offers=True)
+    assert (taken, ready.take().tokens) == ([], [1]), "nobody waits"
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_wait, ready)
+        await anyio.wait_all_tasks_blocked()
+        ready.put("only", [2], offers=True)
+        assert (taken, ready.taken) == ([2], 1)
+        for tokens, end, offers in (([3], None, False), ([4, 5], None, True), ([6], "end", True), ([99], None, True)):
+            ready.put("only", tokens, end, offers=offers)
+            assert (taken, ready.take().tokens) == ([2], tokens)
+            tasks.start_soon(_wait, ready)
+            await anyio.wait_all_tasks_blocked()
+        ready.news.wake()
+
+
 def test_candidates_bound_a_bundle() -> None:
     assert bundle_max_tokens() == bundle_max_tokens(1) == BUNDLE_MAX_TOKENS
     assert bundle_max_tokens(21) == BUNDLE_MAX_CANDIDATES // 21

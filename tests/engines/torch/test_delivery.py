@@ -87,3 +87,38 @@ async def test_a_stop_counts_the_tokens_that_were_yielded_only() -> None:
     assert last.completion_usage is not None
     assert last.completion_usage.completion_tokens == 1
     await chunks.aclose()
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+async def test_offered_tokens_that_are_taken_are_counted_and_the_end_is_yielded(logprobs: int | None) -> None:
+    offered: list[int] = []
+
+    def offer(token_id: int) -> bool:
+        offered.append(token_id)
+        return token_id != 7
+
+    wanted = order([1, 2])
+    wanted = evolve(wanted, sampling=evolve(wanted.sampling, logprobs=logprobs))
+    delivery = Delivery(wanted, Control(), offer_token=offer)
+    (choice,) = delivery.choices
+    found: list[LLMEngineOutput] = []
+
+    async def collect() -> None:
+        found.extend(await read(delivery))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(collect)
+        for token_id in (5, 6, 7, 8):
+            await anyio.sleep(0.01)
+            choice.receive(News(choice, Drawn(token_id)))
+        await anyio.sleep(0.01)
+        choice.receive(News(choice, Drawn(9), finish=FinishReason.STOP))
+    if logprobs is None:
+        assert offered == [5, 6, 7, 8]
+        assert [chunk.token_ids for chunk in found] == [[7], [9]]
+    else:
+        assert offered == []
+        assert [chunk.token_ids for chunk in found] == [[5], [6], [7], [8], [9]]
+    usage = found[-1].completion_usage
+    assert usage is not None
+    assert usage.completion_tokens == 5
