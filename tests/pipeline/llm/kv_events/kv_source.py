@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from socket import create_connection
 from threading import Thread
+from time import sleep
 from typing import Any
 
 import zmq
@@ -34,6 +36,16 @@ def change(first: int, parent: int | None = None) -> KvStored:
     """What `stored` comes to."""
     tokens = list(range(first, first + BLOCK_TOKENS))
     return KvStored(parent, [StoredBlock(first, block_hashes(tokens, BLOCK_TOKENS)[0])])
+
+
+def _wait_until_refused(endpoint: str) -> None:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    for _ in range(200):
+        try:
+            create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+        except OSError:
+            return
+        sleep(0.005)
 
 
 class FakeKvSource:
@@ -99,11 +111,14 @@ class FakeKvSource:
             self._open()
 
     def close(self) -> None:
+        """End it. When it returns, its endpoints refuse connections: ZeroMQ closes sockets in a thread of its own."""
         if self._thread.is_alive():
             self._stop.send(b"")
             self._thread.join()
         for socket in (self._publisher, self._stop, self._stopped, self._router):
             socket.close(linger=0)
+        for endpoint in (self.endpoint, self.replay_endpoint):
+            _wait_until_refused(endpoint)
 
     # -- inside
 
