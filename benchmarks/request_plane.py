@@ -317,7 +317,7 @@ class TokenEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
 
 
 class Answering:
-    """A request of `SteppingEngine`: the tokens that its generator still has to yield, and those that wait."""
+    """A request of `SteppingEngine`: how many tokens are still to be made, and those that wait."""
 
     def __init__(self, tokens: int, offer: Callable[[int], bool]) -> None:
         self.ready: ReadyTokens[int, int] = ReadyTokens()

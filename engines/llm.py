@@ -48,6 +48,14 @@ class FirstToken:
             self._due.append(callback)
 
 
+_SHUT = Gate()
+_SHUT.is_open = False
+
+
+def _refuse(*parts: Any) -> bool:
+    return False
+
+
 class GenerateContext(Context[None]):
     """The context of a request as its engine receives it: id, stop and kill, and metadata; without the payload.
 
@@ -65,8 +73,7 @@ class GenerateContext(Context[None]):
         self.inner = inner
         """The context itself, for tasks that outlive `generate`."""
         self._first_token = first_token
-        self._take: Take | None = None
-        self._gate: Gate | None = None
+        self._take, self._gate = _refuse, _SHUT
         self.is_steady = False
         """Set by the adapter: ordinary chunks of the only choice need no check any more."""
         self.take_error: Exception | None = None
@@ -89,10 +96,8 @@ class GenerateContext(Context[None]):
         For the scheduler of an engine, which wakes nobody then: call it in the loop of the request, only while the
         generator waits and has nothing to yield. What was taken counts as yielded. It raises nothing.
         """
-        gate = self._gate
-        if gate is None or not (gate.is_open and self.is_steady and self.control.state is RUNNING):
+        if not (self._gate.is_open and self.is_steady and self.control.state is RUNNING):
             return False
-        assert self._take is not None, "both are set"
         try:
             return self._take(token_id, None)
         except Exception as error:

@@ -81,7 +81,11 @@ class ReadyTokens(Generic[C, T]):
         With `offers` a lone token that the reader waits for goes to `take_lone` first. Without it tokens of steps that
         take no time become one item.
         """
-        if self.error is not None or (offers and end is None and len(tokens) == 1 and self._is_taken(tokens[0])):
+        if self.error is not None:
+            return
+        may_be_taken = offers and end is None and len(tokens) == 1 and self.news.is_awaited
+        if may_be_taken and self.take_lone is not None and self.take_lone(tokens[0]):
+            self.taken += 1
             return
         bundle = self._growing.get(choice)
         if bundle is not None and times_s is None and len(bundle.tokens) + len(tokens) <= self._max_tokens:
@@ -95,14 +99,6 @@ class ReadyTokens(Generic[C, T]):
             else:
                 self._growing.pop(choice, None)
         self.news.wake()
-
-    def _is_taken(self, token: T) -> bool:
-        """Have a token taken if the reader waits for it; return whether it was."""
-        take = self.take_lone
-        if take is None or not self.news.is_awaited or not take(token):
-            return False
-        self.taken += 1
-        return True
 
     def take(self) -> Bundle[C, T]:
         """Remove and return the bundle that has waited longest."""

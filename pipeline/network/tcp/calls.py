@@ -114,9 +114,14 @@ class RemoteCall:
         request, connection = self.request, self._connection
         payload = to_plain(request.payload)  # by its own rules, which leave out what stays in this process
         head = CallHead(
-            self._instance.key, request.id, payload, request.metadata, inject(request), request.is_stopped,
-            self._reader.plain is not None,
-        )  # fmt: skip
+            self._instance.key,
+            request.id,
+            payload,
+            request.metadata,
+            inject(request),
+            request.is_stopped,
+            has_short_items=self._reader.plain is not None,
+        )
         body = to_msgpack(head)
         self._check_size(len(body))
         released = ReleaseOnce(self.release)
