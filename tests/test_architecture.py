@@ -107,6 +107,7 @@ DOORS = {
         "pipeline/wire/codec.py",
         "pipeline/wire/frames.py",
         "pipeline/wire/decoders.py",
+        "pipeline/wire/stream_tokens.py",
         "pipeline/wire/token_items.py",
         "pipeline/wire/typed_items.py",
         "pipeline/wire/typed_records.py",

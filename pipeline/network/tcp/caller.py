@@ -7,6 +7,7 @@ from typing import Protocol
 
 from pipeline import PenstockError
 from pipeline.errors import InvalidMessage, TransportError
+from pipeline.wire import stream_tokens_from_msgpack
 
 from . import framing
 from .connection import Connection
@@ -26,6 +27,10 @@ class Call(Protocol):
 
     def on_items(self, body: bytes) -> bool:
         """Take a list of items. Return whether to call `deliver` when all that came with it was handled."""
+        ...
+
+    def on_token(self, token_id: int) -> bool:
+        """Take an item of this token alone; as `on_items`."""
         ...
 
     def deliver(self) -> None:
@@ -87,6 +92,7 @@ class CallerConnection(Connection):
         return {
             framing.BEGUN: self._on_begun,
             framing.ITEMS: self._on_items,
+            framing.TOKENS: self._on_tokens,
             framing.PART: self._on_part,
             framing.END: self._on_end_of_stream,
             framing.ERROR: self._on_error,
@@ -106,6 +112,13 @@ class CallerConnection(Connection):
         call = self._calls.get(stream)
         if (call is not None or (call := self._call(stream)) is not None) and call.on_items(body):
             self._due.append(call)
+
+    def _on_tokens(self, _: int, body: bytes) -> None:
+        calls, due = self._calls, self._due
+        for stream, token_id in stream_tokens_from_msgpack(body):
+            call = calls.get(stream)
+            if (call is not None or (call := self._call(stream)) is not None) and call.on_token(token_id):
+                due.append(call)
 
     def _handled(self) -> None:
         due = self._due

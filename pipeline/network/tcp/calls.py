@@ -33,7 +33,7 @@ from pipeline import (
 from pipeline.errors import InvalidMessage, MessageTooLarge, TransportError
 from pipeline.loop import Wakeup
 from pipeline.telemetry import inject
-from pipeline.wire import to_msgpack, to_plain
+from pipeline.wire import TOKEN_BYTES, items_of_token, to_msgpack, to_plain
 
 from ..names import Instance
 from . import framing
@@ -72,9 +72,10 @@ class RemoteCall:
     """One call: made in the task that calls, then fed by its connection and read by one reader."""
 
     __slots__ = (
-        "_bodies", "_bytes", "_bytes_max", "_connection", "_error", "_forget", "_gate", "_grant_bytes",
+        "_bodies", "_bytes", "_bytes_max", "_connection", "_control", "_error", "_forget", "_gate", "_grant_bytes",
         "_grant_items", "_has_begun", "_instance", "_is_due", "_is_over", "_items", "_items_max", "_plain",
-        "_read_bytes", "_read_items", "_reader", "_sending", "_stream", "_take", "_wakeup", "request", "watch",
+        "_read_bytes", "_read_items", "_reader", "_sending", "_stream", "_take", "_token", "_wakeup", "request",
+        "watch",
     )  # fmt: skip
 
     def __init__(
@@ -82,7 +83,7 @@ class RemoteCall:
     ) -> None:
         self._connection = connection
         self._instance = instance
-        self.request = request
+        self.request, self._control = request, request.control
         self._reader = reader
         self._wakeup = Wakeup()
         self._bodies: deque[bytes] = deque()
@@ -104,6 +105,8 @@ class RemoteCall:
         self._take: Take | None = None
         """Takes a plain item while the gate is open, if the call is fed."""
         self._gate = _SHUT
+        self._token: int | None = None
+        """A lone token that came with what is handled now, of a call that is fed."""
         self._is_due = False
         """Whether `deliver` is to be called."""
 
@@ -193,7 +196,7 @@ class RemoteCall:
 
     def _on_kill(self) -> None:
         self._leave(framing.KILL)
-        self._bodies.clear()
+        self._drop()
         self._wakeup.wake()
 
     def release(self) -> None:
@@ -202,6 +205,11 @@ class RemoteCall:
         forget, self._forget = self._forget, ()
         for one in forget:
             one()
+        self._drop()
+
+    def _drop(self) -> None:
+        """Drop what was not read."""
+        self._token = None
         self._bodies.clear()
 
     def _leave(self, kind: int) -> None:
@@ -229,45 +237,71 @@ class RemoteCall:
         self._bytes += len(body)
         if not self._has_begun or not count or self._items > self._items_max or self._bytes > self._bytes_max:
             raise InvalidMessage("items outside of their stream's window")
+        return self._queue(body)
+
+    def on_token(self, token_id: int) -> bool:
+        """Take an item of this token alone. Return as `on_items`."""
+        self._items += 1
+        self._bytes += TOKEN_BYTES
+        if not self._has_begun or self._items > self._items_max or self._bytes > self._bytes_max:
+            raise InvalidMessage("items outside of their stream's window")
+        if self._take is None or self._is_due or self._bodies:
+            if self._reader.plain is None:
+                raise InvalidMessage("a token for a caller that reads other items")
+            return self._queue(items_of_token(token_id))
+        self._token, self._is_due = token_id, True
+        return True
+
+    def _queue(self, body: bytes) -> bool:
+        """Leave a list of items to the reader, unless it is alone when it is delivered. Return as `on_items`."""
+        self._queue_token()
         self._bodies.append(body)
         if self._take is None:
             self._wakeup.wake()
             return False
-        if self._is_due:
-            return False
-        self._is_due = True
-        return True
+        was_due, self._is_due = self._is_due, True
+        return not was_due
+
+    def _queue_token(self) -> None:
+        """Leave the lone token to the reader, if there is one: it is not alone any more, or is not taken."""
+        if self._token is not None:
+            self._bodies.append(items_of_token(self._token))
+            self._token = None
 
     def deliver(self) -> None:
         """Have a plain item taken if it came alone and the reader waits; else wake the reader."""
         self._is_due = False
-        bodies, take = self._bodies, self._take
-        if len(bodies) == 1 and take is not None and self._gate.is_open and self._wakeup.is_awaited:
-            body = bodies[0]
-            if self.request.control.state is not KILLED and (plain := self._plain(body)) is not None:
-                token_id, index = plain
+        take, token_id, index, size_bytes = self._take, self._token, None, TOKEN_BYTES
+        may_be_taken = self._gate.is_open and self._wakeup.is_awaited and self._control.state is not KILLED
+        if take is not None and may_be_taken:
+            if token_id is None and len(bodies := self._bodies) == 1 and (plain := self._plain(bodies[0])) is not None:
+                (token_id, index), size_bytes = plain, len(bodies[0])
+            if token_id is not None:
                 try:
                     is_taken = take(token_id, index)
                 except Exception as error:
                     self._fail(error)
                     return
                 if is_taken:
-                    if bodies:  # none after a kill
-                        bodies.popleft()
-                    self._count_read(1, len(body))
+                    if self._token is None:
+                        self._bodies.clear()  # of what was taken, or of all after a kill
+                    self._token = None
+                    self._count_read(1, size_bytes)
                     return
-        if bodies:
+        self._queue_token()
+        if self._bodies:
             self._wakeup.wake()
 
     def _fail(self, error: Exception) -> None:
         """End the call, because a stage that takes its items failed."""
         self._leave(framing.CLOSE)
-        self._bodies.clear()
+        self._drop()
         self._error = error
         self._wakeup.wake()
 
     def on_end(self, error: PenstockError | None) -> None:
         self._is_over = True
+        self._queue_token()
         if not self._is_sent and self._sending is not None:  # the worker wants no more of the request
             self._connection.take_back(self._sending)
             self._connection.send(framing.CLOSE, self._stream)

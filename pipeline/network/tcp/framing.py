@@ -40,6 +40,8 @@ CLOSE: Final = 12
 """Caller: as KILL, but its reader has left without a kill."""
 PART: Final = 13
 """A part of a body: of a CALL by the caller, of ITEMS by the worker. Only to a side that takes parts."""
+TOKENS: Final = 14
+"""Worker, on stream 0: a list of streams and token ids, by turns: for each stream an item of that token alone."""
 
 NIL: Final = b"\xc0"
 _ARRAY_OF_3, _UINT32 = 0x93, 0xCE

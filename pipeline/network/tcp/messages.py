@@ -61,7 +61,7 @@ class CallHead:
     is_stopped: bool = False
     """Whether the request was stopped before it was sent."""
     has_short_items: bool = False
-    """Whether its caller reads items of tokens alone as lists of their ids and their index."""
+    """Whether its caller reads items of tokens alone as lists of their ids and their index, and takes TOKENS."""
 
 
 def read(body: bytes, cls: type[T]) -> T:

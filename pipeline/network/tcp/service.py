@@ -17,7 +17,9 @@ import anyio
 from pipeline import Context, PenstockError, WorkerOverloaded, to_error
 from pipeline.errors import InvalidMessage, MessageTooLarge, TransportError
 from pipeline.loop import Wakeup
+from pipeline.protocols.field_rules import U32_MAX
 from pipeline.telemetry import extract
+from pipeline.wire import TOKEN_BYTES, stream_tokens_to_msgpack, token_to_msgpack
 
 from . import framing
 from .connection import Connection
@@ -50,6 +52,8 @@ class ServedConnection(Connection):
         self._calls: dict[int, ServedCall] = {}
         self._last_stream = 0
         self._joining: list[ServedCall] = []
+        self.tokens: list[int] = []
+        """Streams and token ids, by turns, for the next frame of them; whoever adds the first calls `wants_output`."""
 
     @property
     def calls(self) -> int:
@@ -66,7 +70,19 @@ class ServedConnection(Connection):
             self.wants_output()
         self._joining.append(call)
 
+    def put_tokens(self) -> None:
+        """Have the tokens that wait go before what is sent next."""
+        if self.tokens:
+            self.put(*self._tokens_frame())
+
+    def _tokens_frame(self) -> tuple[bytes, bytes]:
+        body = stream_tokens_to_msgpack(self.tokens)
+        self.tokens.clear()
+        return framing.header(framing.TOKENS, 0, len(body)), body
+
     def _gather(self, out: list[bytes]) -> None:
+        if self.tokens:
+            out += self._tokens_frame()
         for call in self._joining:
             call.joined(out)
         self._joining.clear()
@@ -264,6 +280,27 @@ class ServedCall:
             and (connection.out_bytes <= HIGH_WATER_BYTES or not connection.is_full)
         )
 
+    def send_token(self, token_id: int) -> bool:
+        """Send an item of this token alone, without an index, to a caller with short items; otherwise as `send_item`.
+
+        It goes in one frame with the tokens of other streams in this turn.
+        """
+        if self._joined_bytes or type(token_id) is not int or not 0 <= token_id <= U32_MAX:
+            return self.send_item(token_to_msgpack(token_id, None))
+        if self._is_over:
+            return True
+        connection = self._connection
+        if not (tokens := connection.tokens):
+            connection.wants_output()
+        tokens += (self._stream, token_id)
+        self._items_out += 1
+        self._bytes_out += TOKEN_BYTES
+        return (
+            self._items_out < self._window_items
+            and self._bytes_out < self._window_bytes
+            and (connection.out_bytes <= HIGH_WATER_BYTES or not connection.is_full)
+        )
+
     def _send_in_parts(self, item: bytes) -> bool:
         """Send an item too long for one frame, behind those before it. There is no room until it is sent."""
         if len(item) > self._limit_bytes:
@@ -305,6 +342,7 @@ class ServedCall:
         self._joined_bytes = 0
 
     def _put_joined(self) -> None:
+        self._connection.put_tokens()
         parts: list[bytes] = []
         self.joined(parts)
         self._connection.put(*parts)

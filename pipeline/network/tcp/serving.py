@@ -112,7 +112,8 @@ def _token_taker(call: ServedCall, gate: Gate) -> Take:
     """Return what sends plain tokens while the task that serves the call waits for its engine."""
 
     def take(token_id: int, index: int | None) -> bool:
-        if not call.send_item(token_to_msgpack(token_id, index)):
+        has_room = call.send_token(token_id) if index is None else call.send_item(token_to_msgpack(token_id, index))
+        if not has_room:
             gate.is_open = False  # the task, which gets the next item, can wait for room
         return True
 

@@ -188,6 +188,16 @@ BEGUN = frame(framing.BEGUN, 1)
         ([BEGUN, frame(framing.ITEMS, 1, "x")], "expected a list of items"),
         ([BEGUN, frame(framing.ITEMS, 1, [0] * 300)], "outside of their stream's window"),
         ([BEGUN, frame(framing.ITEMS, 7, [0])], "never opened"),
+        ([BEGUN, frame(framing.TOKENS, 0, [])], "expected tokens of streams"),
+        ([BEGUN, frame(framing.TOKENS, 0, [1])], "expected tokens of streams"),
+        ([BEGUN, frame(framing.TOKENS, 0, {"1": 2})], "expected tokens of streams"),
+        ([BEGUN, frame(framing.TOKENS, 0, [1, -1])], "expected tokens of streams"),
+        ([BEGUN, frame(framing.TOKENS, 0, [1, 2**32])], "expected tokens of streams"),
+        ([BEGUN, frame(framing.TOKENS, 0, [1, None])], "expected tokens of streams"),
+        ([BEGUN, frame(framing.TOKENS, 0, [0, 5])], "never opened"),
+        ([BEGUN, frame(framing.TOKENS, 0, [7, 5])], "never opened"),
+        ([frame(framing.TOKENS, 0, [1, 5])], "outside of their stream's window"),
+        ([BEGUN, frame(framing.TOKENS, 0, [1, 5])], "for a caller that reads other items"),
         ([BEGUN, frame(framing.ERROR, 1, 5)], "holds no PenstockError"),
         ([BEGUN, frame(framing.CALL, 1, CALL_HEAD)], "kind 4 is not expected"),
         ([frame(framing.ERROR, 0, {"error_type": "Unknown", "message": "going away"})], "going away"),
@@ -236,6 +246,7 @@ async def test_late_frames_of_a_closed_stream_are_no_fault() -> None:
         await settled()
         assert peer.kinds()[-1] == framing.CLOSE
         peer.send(*(frame(kind, 1, [1]) for kind in (framing.ITEMS, framing.END, framing.ERROR)))
+        peer.send(frame(framing.TOKENS, 0, [1, 7, 1, 8]))
         await settled()
         assert not peer.has_ended
 
