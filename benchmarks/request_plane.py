@@ -319,6 +319,8 @@ class TokenEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
 class Answering:
     """A request of `SteppingEngine`: how many tokens are still to be made, and those that wait."""
 
+    __slots__ = ("left", "ready")
+
     def __init__(self, tokens: int, offer: Callable[[int], bool]) -> None:
         self.ready: ReadyTokens[int, int] = ReadyTokens()
         self.ready.take_lone = offer

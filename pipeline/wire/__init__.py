@@ -15,7 +15,6 @@ from .long_json import WINDOW as WINDOW
 from .long_json import JsonSize as JsonSize
 from .sse import DONE as DONE
 from .sse import SSEDecoder, SSEMessage, encode
-from .stream_tokens import TOKEN_BYTES as TOKEN_BYTES
 from .stream_tokens import items_of_token as items_of_token
 from .stream_tokens import stream_tokens_from_msgpack as stream_tokens_from_msgpack
 from .stream_tokens import stream_tokens_to_msgpack as stream_tokens_to_msgpack

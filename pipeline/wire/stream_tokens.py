@@ -6,18 +6,15 @@ What many streams get in one step of their engine is written and read in one cal
 from __future__ import annotations
 
 from collections.abc import Iterator
-from struct import Struct
 from typing import Annotated, Final
 
 import msgspec
 
 from ..errors import InvalidMessage
 from ..protocols.field_rules import U32_MAX
+from .token_items import token_to_msgpack
 
 _read: Final = msgspec.msgpack.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=U32_MAX)]]).decode
-_ITEM = Struct(">BBBBIB")
-TOKEN_BYTES: Final = _ITEM.size
-"""Bytes of `items_of_token`, for any token."""
 
 stream_tokens_to_msgpack: Final = msgspec.msgpack.Encoder().encode
 """Returns the bytes of such a list, which must be one."""
@@ -37,4 +34,4 @@ def stream_tokens_from_msgpack(body: bytes) -> Iterator[tuple[int, int]]:
 
 def items_of_token(token_id: int) -> bytes:
     """Return the list of items that a token of a stream stands for: one short item, `[[[token id], nil]]`."""
-    return _ITEM.pack(0x91, 0x92, 0x91, 0xCE, token_id, 0xC0)
+    return b"\x91" + token_to_msgpack(token_id, None)

@@ -33,7 +33,7 @@ from pipeline import (
 from pipeline.errors import InvalidMessage, MessageTooLarge, TransportError
 from pipeline.loop import Wakeup
 from pipeline.telemetry import inject
-from pipeline.wire import TOKEN_BYTES, items_of_token, to_msgpack, to_plain
+from pipeline.wire import items_of_token, to_msgpack, to_plain
 
 from ..names import Instance
 from . import framing
@@ -241,9 +241,8 @@ class RemoteCall:
 
     def on_token(self, token_id: int) -> bool:
         """Take an item of this token alone. Return as `on_items`."""
-        self._items += 1
-        self._bytes += TOKEN_BYTES
-        if not self._has_begun or self._items > self._items_max or self._bytes > self._bytes_max:
+        self._items = items = self._items + 1
+        if not self._has_begun or items > self._items_max:
             raise InvalidMessage("items outside of their stream's window")
         if self._take is None or self._is_due or self._bodies:
             if self._reader.plain is None:
@@ -271,7 +270,7 @@ class RemoteCall:
     def deliver(self) -> None:
         """Have a plain item taken if it came alone and the reader waits; else wake the reader."""
         self._is_due = False
-        take, token_id, index, size_bytes = self._take, self._token, None, TOKEN_BYTES
+        take, token_id, index, size_bytes = self._take, self._token, None, 0
         may_be_taken = self._gate.is_open and self._wakeup.is_awaited and self._control.state is not KILLED
         if take is not None and may_be_taken:
             if token_id is None and len(bodies := self._bodies) == 1 and (plain := self._plain(bodies[0])) is not None:
@@ -367,6 +366,7 @@ class RemoteCall:
         self._read_items = read_items = self._read_items + items
         self._read_bytes = read_bytes = self._read_bytes + size_bytes
         if (read_items >= self._grant_items or read_bytes >= self._grant_bytes) and not self._is_over:
+            read_bytes = min(read_bytes, self._bytes)  # a token that was left to the reader had come as no bytes
             self._items -= read_items
             self._bytes -= read_bytes
             self._connection.send(framing.CREDIT, self._stream, to_msgpack([read_items, read_bytes]))

@@ -19,7 +19,7 @@ from pipeline.errors import InvalidMessage, MessageTooLarge, TransportError
 from pipeline.loop import Wakeup
 from pipeline.protocols.field_rules import U32_MAX
 from pipeline.telemetry import extract
-from pipeline.wire import TOKEN_BYTES, stream_tokens_to_msgpack, token_to_msgpack
+from pipeline.wire import stream_tokens_to_msgpack, token_to_msgpack
 
 from . import framing
 from .connection import Connection
@@ -283,7 +283,8 @@ class ServedCall:
     def send_token(self, token_id: int) -> bool:
         """Send an item of this token alone, without an index, to a caller with short items; otherwise as `send_item`.
 
-        It goes in one frame with the tokens of other streams in this turn.
+        It goes in one frame with the tokens of other streams in this turn, and counts as an item of no bytes: so the
+        counts of a stream of tokens are small integers, which are not in other memory for each stream.
         """
         if self._joined_bytes or type(token_id) is not int or not 0 <= token_id <= U32_MAX:
             return self.send_item(token_to_msgpack(token_id, None))
@@ -293,13 +294,8 @@ class ServedCall:
         if not (tokens := connection.tokens):
             connection.wants_output()
         tokens += (self._stream, token_id)
-        self._items_out += 1
-        self._bytes_out += TOKEN_BYTES
-        return (
-            self._items_out < self._window_items
-            and self._bytes_out < self._window_bytes
-            and (connection.out_bytes <= HIGH_WATER_BYTES or not connection.is_full)
-        )
+        self._items_out = items_out = self._items_out + 1
+        return items_out < self._window_items and (connection.out_bytes <= HIGH_WATER_BYTES or not connection.is_full)
 
     def _send_in_parts(self, item: bytes) -> bool:
         """Send an item too long for one frame, behind those before it. There is no room until it is sent."""
