@@ -3,6 +3,7 @@
 from .conformance import ConformanceFailure, run_conformance
 from .echo import EchoEngine
 from .llm import EngineConfig, GenerateContext, LLMEngine
+from .pass_rates import PassMeter
 from .peers import Peers
 from .publishing import (
     ComponentSnapshot,
@@ -27,6 +28,7 @@ __all__ = [
     "LLMEngine",
     "MetricsBindings",
     "MetricsContext",
+    "PassMeter",
     "Peers",
     "PushSource",
     "ShutdownTimes",

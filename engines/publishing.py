@@ -3,6 +3,7 @@
     engine ──publish(change)──► KvEventPublisher ──► log of the rank, if any ──RouterEvent──► event plane
                                                           └── endpoint of the rank ──► a router that missed some
     engine ──publish(snapshot)─► SnapshotPublisher ──► metrics, and ActiveLoad ──► event plane
+           ──publish_rates─────►        ″          ──► RankRates, seldom ──► event plane
 
 Names, units and labels of metrics stand in the table of `pipeline.telemetry.metrics`. Source: dynamo
 lib/backend-common/src/publisher.rs and metrics.rs, and lib/llm/src/kv_router/worker_query.rs, the worker's side. Other
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import anyio
 from attrs import evolve, frozen
@@ -24,6 +25,8 @@ from pipeline.protocols.kv import (
     ActiveLoad,
     KvEvent,
     KvEventData,
+    PassRates,
+    RankRates,
     RecoveryAnswer,
     RecoveryReply,
     RecoveryRequest,
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
     from pipeline.network import EndpointId, Runtime, Served
     from pipeline.telemetry import Metrics
 
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -226,16 +231,25 @@ class EngineMetrics:
 
 
 class SnapshotPublisher:
-    """Records snapshots as metrics and publishes the load for routers. Neither call waits or raises."""
+    """Records snapshots as metrics and publishes the load for routers, and rates. No call waits or raises.
+
+    Without `send_rates` no rates are published.
+    """
 
     def __init__(
-        self, worker_id: int, dp_ranks: Sequence[int], metrics: EngineMetrics, send: Callable[[ActiveLoad], object]
+        self,
+        worker_id: int,
+        dp_ranks: Sequence[int],
+        metrics: EngineMetrics,
+        send: Callable[[ActiveLoad], object],
+        send_rates: Callable[[RankRates], object] = lambda _: None,
     ) -> None:
         self.dp_ranks = list(dp_ranks)
-        self._worker_id, self._metrics, self._send = worker_id, metrics, send
+        self._worker_id, self._metrics, self._send, self._send_rates = worker_id, metrics, send, send_rates
         self._failed: set[int] = set()
         self._last: dict[int, ActiveLoad] = {}
         """By rank, what was published last."""
+        self._last_rates: dict[int, RankRates] = {}
         metrics.seed(self.dp_ranks)
 
     def publish(self, rank: int, snapshot: ComponentSnapshot) -> None:
@@ -250,16 +264,24 @@ class SnapshotPublisher:
             active_prefill_tokens=snapshot.active_prefill_tokens,
             kv_used_blocks=snapshot.kv_used_blocks,
         )
-        self._publish(rank, load)
+        self._publish(rank, self._send, load)
+
+    def publish_rates(self, rank: int, rates: PassRates) -> None:
+        """Publish what the passes of a rank take; a rank that was not named is ignored."""
+        if rank in self.dp_ranks:
+            self._last_rates[rank] = found = RankRates(self._worker_id, rates, rank)
+            self._publish(rank, self._send_rates, found)
 
     def repeat(self) -> None:
-        """Publish the last load of each rank once more."""
+        """Publish the last load and the last rates of each rank once more."""
         for rank, load in list(self._last.items()):
-            self._publish(rank, load)
+            self._publish(rank, self._send, load)
+        for rank, rates in list(self._last_rates.items()):
+            self._publish(rank, self._send_rates, rates)
 
-    def _publish(self, rank: int, load: ActiveLoad) -> None:
+    def _publish(self, rank: int, send: Callable[[T], object], what: T) -> None:
         try:
-            self._send(load)
+            send(what)
         except Exception:
             level = logging.DEBUG if rank in self._failed else logging.WARNING
             self._failed.add(rank)

@@ -166,12 +166,14 @@ LOOPS_ALLOWED = {
     "engines/conformance/inspection.py": {"asyncio", "trio", "time"},
     "engines/conformance/bounded_calls.py": {"time"},
     "engines/mocker/loop_share.py": {"time"},
+    "engines/torch/step_times.py": {"time"},
 }
 """Files (patterns) that may import some of it: virtual time replaces the clocks of both libraries; racing by asyncio's
 own means costs a tenth; nats-py runs on asyncio only; anyio knows neither whether no task runs in a loop's thread (a
 signal handler) nor whether a task of asyncio's was cancelled; a protocol of asyncio's takes bytes without a task
-between; a loop that an engine blocks shows on no clock of its own, nor can a thread that acts then use it; and what
-tasks take of the processor no loop's clock shows: uvloop's stands still for a whole turn."""
+between; a loop that an engine blocks shows on no clock of its own, nor can a thread that acts then use it; what a
+thread computes is timed there; and what tasks take of the processor no loop's clock shows: uvloop's stands still for a
+whole turn."""
 
 WALL_CLOCK: set[str] = set()
 """Files that may read the time of day, to write it into a record and never to wait or to decide."""

@@ -71,7 +71,7 @@ class MockEngine(LLMEngine):
 
     With a `horizon` it runs ahead in virtual time on asyncio: the tokens after the first then come in one
     `TimedOutput`, with the last. Without a reader of KV events it publishes none, without one of loads neither these
-    nor metrics.
+    nor metrics, and without one of rates it measures none.
 
     A request with an answer in `recorded`, or in the file of the arguments instead, gets that answer. After a stop one
     chunk with finish reason cancelled follows, after a kill nothing; either way, and when a stream is closed or
@@ -91,6 +91,7 @@ class MockEngine(LLMEngine):
         horizon: Horizon | None = None,
         has_event_reader: bool = True,
         has_load_reader: bool = True,
+        has_rate_reader: bool = True,
         model: str = MODEL,
         clock: Callable[[], float] = anyio.current_time,
     ) -> None:
@@ -107,7 +108,7 @@ class MockEngine(LLMEngine):
         self._recorded = recorded
         self._horizon = horizon
         self._has_event_reader = has_event_reader
-        self._has_load_reader = has_load_reader
+        self._has_load_reader, self._has_rate_reader = has_load_reader, has_rate_reader
         self._metrics: NativeMetrics | None = None
         self._owned = ExitStack()
         self._answers: dict[str, Answer] = {}
@@ -236,7 +237,7 @@ class MockEngine(LLMEngine):
 
     async def setup_metrics(self, context: MetricsContext) -> MetricsBindings:
         if not self._has_load_reader:
-            return MetricsBindings([rank.dp_rank for rank in self.ranks])
+            return MetricsBindings([rank.dp_rank for rank in self.ranks], self._measure_for)
         if self._metrics is None:
             self._metrics = NativeMetrics(self.args, context.model, self.ranks)
         return MetricsBindings([rank.dp_rank for rank in self.ranks], self._show_in, self._metrics.text)
@@ -245,8 +246,13 @@ class MockEngine(LLMEngine):
         return health_payload()
 
     def _show_in(self, publisher: SnapshotPublisher) -> None:
+        self._measure_for(publisher)
         for rank in self.ranks:
-            rank.snapshots = publisher
+            rank.reports.snapshots = publisher
+
+    def _measure_for(self, publisher: SnapshotPublisher) -> None:
+        for rank in self.ranks if self._has_rate_reader else ():
+            rank.reports.measure(publisher)
 
     def _answer(self, request: PreprocessedRequest, plan: RequestPlan, context: GenerateContext) -> Answer:
         rank, control = self.ranks[self._rank_for(request)], context.control

@@ -91,7 +91,17 @@ class Horizon:
 class Stretch:
     """The steps that a rank has run ahead, from their beginning until they end or are cut."""
 
-    __slots__ = ("begin_s", "done", "end_s", "is_cut", "is_in_step", "is_spread", "sequences", "times_s")
+    __slots__ = (
+        "begin_s",
+        "done",
+        "durations_ms",
+        "end_s",
+        "is_cut",
+        "is_in_step",
+        "is_spread",
+        "sequences",
+        "times_s",
+    )
 
     def __init__(self, sequences: Items[Sequence], begin_s: float, durations_ms: Iterable[float], until_s: float):
         durations_ms = list(durations_ms)
@@ -99,6 +109,8 @@ class Stretch:
         del times_s[0]
         del times_s[bisect_left(times_s, until_s) :]
         self.sequences = sequences
+        self.durations_ms = durations_ms
+        """What each step takes, also of some that come after the last."""
         self.begin_s = begin_s
         self.times_s = times_s
         """The end of each step."""

@@ -79,7 +79,7 @@ class NativeMetrics:
             ("num_running_reqs", "Requests that run", sum(scheduler.running_count for scheduler in schedulers)),
             ("num_queue_reqs", "Requests that wait", sum(scheduler.waiting_count for scheduler in schedulers)),
         ]
-        rates = [rank.hit_rate for rank in self._ranks if rank.hit_rate is not None]
+        rates = [rank.reports.hit_rate for rank in self._ranks if rank.reports.hit_rate is not None]
         if rates:
             gauges.append(("cache_hit_rate", "Part of the prompts found in the cache", sum(rates) / len(rates)))
         for name, about, value in gauges:

@@ -22,13 +22,14 @@ from pipeline import EngineShutdown, InvalidArgument, PenstockError
 from pipeline.errors import BackendUnknown
 from pipeline.loop import Timer, clock
 
-from ..publishing import ComponentSnapshot, KvEventPublisher, SnapshotPublisher
+from ..publishing import KvEventPublisher
 from ..ready_tokens import ReadyTokens
 from .args import MockEngineArgs
 from .build import make_scheduler
 from .horizon import LEAST_STEPS, Horizon, Stretch
 from .latencies import Latencies
 from .loop_share import LoopShare
+from .reports import RankReports
 from .scheduling import Sequence, SequenceState, StepResult
 from .timing import TimingModel
 from .zmq_events import EventFeed
@@ -43,15 +44,12 @@ REJECTED = "request rejected: request exceeds worker admission limits"
 MIN_SLEEP_S = 0.001
 """Less is not slept in real time but carried over: later steps are that much longer."""
 
-_HIT_RATE_ADMISSIONS = 1000
-"""The hit rate is the mean over that many last admissions."""
-
 
 class Rank:
     """Runs steps while there is work. In virtual time a step includes every request of the moment it begins.
 
-    `snapshots`, `feed`, `latencies` and `horizon` are optional and set from outside; with a horizon it runs ahead in
-    virtual time on asyncio. Once its loop has ended, waiting and later requests get EngineShutdown.
+    `feed`, `latencies` and `horizon` are optional and set from outside; with a horizon it runs ahead in virtual time on
+    asyncio. Once its loop has ended, waiting and later requests get EngineShutdown.
     """
 
     def __init__(
@@ -59,7 +57,7 @@ class Rank:
     ) -> None:
         self.dp_rank = dp_rank
         self.scheduler = make_scheduler(args, timing=timing, seed_offset=seed_offset)
-        self.snapshots: SnapshotPublisher | None = None
+        self.reports = RankReports(dp_rank, self.scheduler)
         self.feed: EventFeed | None = None
         self.latencies: Latencies | None = None
         self.horizon: Horizon | None = None
@@ -74,18 +72,11 @@ class Rank:
         self._room: anyio.Event | None = None
         self._reserving: deque[object] = deque()
         self._has_ended = False
-        self._hit_rates: deque[float] = deque(maxlen=_HIT_RATE_ADMISSIONS)
-        self._shown_blocks = -1
 
     @property
     def live(self) -> int:
         """Sequences with a reader."""
         return len(self._live)
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Mean share of the prompt found in the cache over the last admissions; None before any."""
-        return sum(self._hit_rates) / len(self._hit_rates) if self._hit_rates else None
 
     def follows(self, sequence: Sequence) -> bool:
         """Return whether the sequence has more output for its reader."""
@@ -251,23 +242,18 @@ class Rank:
         """Do the steps that have begun, as far as others may see; return when they see the next one, if they do."""
         if not self._is_watched:
             return None
-        self._advance_to(stretch, begun)
+        self.reports.advance(stretch, begun)
         if self.feed is not None:
             self.feed.flush()
-        self._show()
+        self.reports.show()
         return stretch.begin_of(stretch.done + self.scheduler.steps_to_border())
-
-    def _advance_to(self, stretch: Stretch, begun: int) -> None:
-        """Do the steps of a stretch up to that many."""
-        self.scheduler.advance(begun - stretch.done)
-        stretch.done = begun
 
     @property
     def _is_watched(self) -> bool:
         """Whether others learn of blocks that are taken and filled."""
         pool = self.scheduler.pool
         is_published = pool.on_event is not None or pool.on_event_with_tokens is not None
-        return is_published or self.snapshots is not None
+        return is_published or self.reports.snapshots is not None
 
     async def _until_end(self, stretch: Stretch, timer: Timer, now: Callable[[], float]) -> None:
         """Wait until the stretch, or what a cut has left of it, ends, and deliver its output."""
@@ -276,7 +262,7 @@ class Rank:
         if self._stretch is stretch:
             self._stretch = None
             timer.stop_silently(())
-            self._advance_to(stretch, len(stretch))
+            self.reports.advance(stretch, len(stretch))
             self._hold_steps(stretch, len(stretch), len(stretch))
         elif stretch.is_in_step:
             self._deliver(StepResult(emitted=list(stretch.sequences)), now())
@@ -291,7 +277,7 @@ class Rank:
         # A call in the moment in which a step ends may come before the next one begins.
         has_begun = stretch.done > due or not due or self._timer.has_settled(stretch.times_s[due - 1])
         begun = stretch.cut(due, has_begun)
-        self._advance_to(stretch, begun)
+        self.reports.advance(stretch, begun)
         if due:
             self._hold_steps(stretch, begun, due)
         self._timer.wake()
@@ -325,7 +311,7 @@ class Rank:
 
     async def _wait_for_work(self) -> None:
         self.flush()
-        self._show()
+        self.reports.show()
         await self._work.wait()
         self._work = anyio.Event()
 
@@ -342,11 +328,9 @@ class Rank:
         finally:
             if self.feed is not None:
                 self.feed.flush()
-        for sequence in done.admitted:
-            self._hit_rates.append((sequence.cached_tokens or 0) / sequence.prompt_tokens)
         if done.finished or done.completed_empty:
             self._wake_reservations()
-        self._show()
+        self.reports.step(done, self._clock())
         return done
 
     def _deliver(self, done: StepResult, now_s: float, *, offers: bool = False) -> None:
@@ -383,15 +367,6 @@ class Rank:
             self.flush((sequence,))
             if (channel := live.pop(sequence, None)) is not None:
                 channel.fail(InvalidArgument(REJECTED))
-
-    def _show(self) -> None:
-        pool = self.scheduler.pool
-        if self.snapshots is None or pool.active == self._shown_blocks:
-            return
-        self._shown_blocks = pool.active
-        usage = pool.active / pool.capacity
-        snapshot = ComponentSnapshot(pool.active, pool.capacity, usage, self.hit_rate, self.dp_rank)
-        self.snapshots.publish(self.dp_rank, snapshot)
 
 
 def _ended() -> EngineShutdown:

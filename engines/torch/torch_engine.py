@@ -1,7 +1,7 @@
 """TorchEngine: a causal language model of transformers, computed in this process.
 
     request ──► order ──► Batcher ── plan ──► compute thread: one step ── draws ──► Batcher ──► chunks
-                             └──► KV events, load
+                             └──► KV events, load, what steps take
 
 All decisions are made in the event loop, between two steps; one thread computes. A request that is stopped, killed or
 closed leaves the batch at once, also while a step runs with it: its blocks are free for the next step.
@@ -18,7 +18,7 @@ from pathlib import Path
 from secrets import randbits
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-from anyio import CancelScope, create_task_group
+from anyio import CancelScope, create_task_group, current_time
 
 from pipeline import EngineShutdown, PenstockError
 from pipeline.loop import Wakeup
@@ -44,6 +44,7 @@ from .order import Order, order_of
 from .planning import StepPlan
 from .settings import TorchSettings
 from .slots import Choice, HeldBlocks, KvBytes
+from .step_times import StepTimes, timed
 
 if TYPE_CHECKING:
     from .kv_store import KvStore
@@ -133,6 +134,7 @@ class TorchEngine(LLMEngine):
         self._deliveries: set[Delivery] = set()
         self._snapshots: SnapshotPublisher | None = None
         self._published: ComponentSnapshot | None = None
+        self._times = StepTimes()
 
     @property
     def batcher(self) -> Batcher:
@@ -221,15 +223,18 @@ class TorchEngine(LLMEngine):
 
     async def _step(self, plan: StepPlan) -> PenstockError | None:
         """Compute a step and deliver what it draws; return its error if it failed."""
-        machine = self._running()
+        machine, held_tokens = self._running(), self._batcher.pool.active * self.settings.block_size_tokens
         try:
-            drawn = await self.compute(lambda: machine.run(plan))
+            drawn, time_ns = await self.compute(lambda: timed(lambda: machine.run(plan)))
         except Exception as raised:
             error = engine_error(raised)
             self._batcher.fail(plan, error)
             return error
+        self._times.step(plan, time_ns, held_tokens)
         self._batcher.apply(plan, drawn)
         self._publish_load()
+        if self._snapshots is not None:
+            self._times.publish(self._snapshots, current_time())
         return None
 
     async def compute(self, work: Callable[[], T]) -> T:

@@ -4,7 +4,7 @@
 
     engine ──KvEventPublisher──► RouterEvent ──┐        (the events also to the rank's log)
                                                ├──► event plane, in the scope of the worker's component
-    engine ──SnapshotPublisher─► ActiveLoad ───┘
+    engine ──SnapshotPublisher─► ActiveLoad, RankRates
 
 Source: dynamo lib/backend-common/src/worker.rs, Worker and build_local_model; publisher.rs, setup_publishers;
 metrics.rs; and lib/llm/src/local_model.rs. Other than there, nothing is ever fetched: a model name that is not a folder
@@ -35,7 +35,7 @@ from pipeline.protocols.card import (
     PromptFormatterFile,
     TaggedFile,
 )
-from pipeline.protocols.kv import KV_EVENTS_TOPIC, KV_METRICS_TOPIC
+from pipeline.protocols.kv import KV_EVENTS_TOPIC, KV_METRICS_TOPIC, KV_RATES_TOPIC
 
 from ..llm import EngineConfig
 from ..publishing import (
@@ -202,7 +202,8 @@ def attach_snapshots(
     if not bindings.dp_ranks:
         return None
     _check_unique(bindings.dp_ranks)
-    publisher = SnapshotPublisher(worker_id, bindings.dp_ranks, metrics, _connected(connect, KV_METRICS_TOPIC))
+    send_loads, rates = _connected(connect, KV_METRICS_TOPIC), Later(connect, KV_RATES_TOPIC)
+    publisher = SnapshotPublisher(worker_id, bindings.dp_ranks, metrics, send_loads, rates.publish)
     if bindings.on_publisher_ready is not None:
         with engine_errors():
             bindings.on_publisher_ready(publisher)
@@ -225,6 +226,20 @@ def worker_labels(endpoint: EndpointId, worker_id: int, *, model: str, model_nam
 def _check_unique(ranks: Sequence[int]) -> None:
     if len(set(ranks)) != len(ranks):
         raise InvalidArgument(f"each rank must be named once, got {list(ranks)}", field="dp_rank")
+
+
+class Later:
+    """A publisher that is there from its first event on: most engines have none for this topic."""
+
+    def __init__(self, connect: Connect, topic: str) -> None:
+        self._connect, self._topic = connect, topic
+        self._send: Callable[[object], None] | None = None
+
+    def publish(self, what: object) -> None:
+        """Publish it. Raise CannotConnect if there is no publisher."""
+        if self._send is None:
+            self._send = _connected(self._connect, self._topic)
+        self._send(what)
 
 
 def _connected(connect: Connect, topic: str) -> Callable[[object], None]:

@@ -25,6 +25,8 @@ __all__ = [
     "KvEventData",
     "KvRemoved",
     "KvStored",
+    "PassRates",
+    "RankRates",
     "RouterEvent",
     "StorageTier",
     "StoredBlock",
@@ -36,6 +38,8 @@ KV_EVENTS_TOPIC = "kv-events"
 """Topic of `RouterEvent` on the event plane, in the scope of the worker's component."""
 KV_METRICS_TOPIC = "kv_metrics"
 """Topic of `ActiveLoad`, in the same scope."""
+KV_RATES_TOPIC = "kv_rates"
+"""Topic of `RankRates`, in the same scope: seldom published, so that who reads only these is not sent every load."""
 
 LOADS_EVERY_S = 5.0
 """A worker publishes its loads when they change, and so often: a router that starts late, or lost one, knows them."""
@@ -165,6 +169,29 @@ class ActiveLoad:
     active_decode_blocks: U64 | None = None
     active_prefill_tokens: U64 | None = None
     kv_used_blocks: U64 | None = None
+
+
+@frozen
+class PassRates:
+    """What the passes of an engine take, in picoseconds. A value that it does not know is None.
+
+    A pass that computes prompts takes `pass_ps` and `prompt_token_ps` for each of their tokens. Where answers get a
+    token it takes `step_ps` and `held_token_ps` for each token in the blocks in use, besides.
+    """
+
+    pass_ps: U64 | None = None
+    prompt_token_ps: U64 | None = None
+    step_ps: U64 | None = None
+    held_token_ps: U64 | None = None
+
+
+@define(slots=True)
+class RankRates:
+    """What the passes of a worker's rank took lately, as the worker measured it."""
+
+    worker_id: U64
+    rates: PassRates
+    dp_rank: U32 = 0
 
 
 ENDPOINT_PREFIX = "worker_kv_indexer_query_dp"

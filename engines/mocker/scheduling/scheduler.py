@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 
 from pipeline import ContractViolation
@@ -168,6 +168,7 @@ class Scheduler:
                 self._admit(plan, done)
         done.scheduled_tokens = self._max_tokens - plan.budget
         if plan.paying:
+            done.paid_tokens = plan.prompt_tokens - plan.cached_tokens
             done.duration_ms = self._time.prefill_ms(plan.paying, plan.prompt_tokens, plan.cached_tokens)
         self._emit(done)
         self._policy.after_step(bool(done.preempted))
@@ -192,9 +193,9 @@ class Scheduler:
         """Return how many uniform steps come before the next one in which a sequence takes or fills a block."""
         return uniform.steps_to_border(self._running)
 
-    def advance(self, steps: int) -> None:
-        """Do that many uniform steps."""
-        uniform.advance(self._running, self.pool, steps, self._publish)
+    def advance(self, steps: int, done: Callable[[int], object] | None = None) -> None:
+        """Do that many uniform steps. `done` is called after each run of them with the same blocks: with how many."""
+        uniform.advance(self._running, self.pool, steps, self._publish, done)
         if self._observes_steps:
             for _ in range(steps):
                 self._policy.after_step(False)
@@ -362,6 +363,7 @@ class Scheduler:
                 done.completed_empty.append(sequence)
         if self._role.charges_tokens:
             pool, block_size = self.pool, self.block_size
+            done.read_blocks = pool.active if ready else None
             done.duration_ms += self._time.decode_ms(
                 len(ready), pool.active * block_size, pool.capacity * block_size, context_tokens
             )

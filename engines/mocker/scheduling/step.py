@@ -54,6 +54,10 @@ class StepResult:
     """Sequences that went back to the queue."""
     scheduled_tokens: int = 0
     """Tokens computed."""
+    paid_tokens: int = 0
+    """Prompt tokens computed that took time."""
+    read_blocks: int | None = None
+    """The blocks in use, where generating tokens took time."""
 
     @property
     def did_nothing(self) -> bool:

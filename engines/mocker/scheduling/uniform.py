@@ -68,8 +68,14 @@ def steps_to_border(running: Items[Sequence]) -> int:
     return max(0, least)
 
 
-def advance(running: Items[Sequence], pool: BlockPool, steps: int, publish: Callable[[Sequence], object]) -> None:
-    """Do that many steps. `publish` is called with each sequence that has filled blocks."""
+def advance(
+    running: Items[Sequence],
+    pool: BlockPool,
+    steps: int,
+    publish: Callable[[Sequence], object],
+    done: Callable[[int], object] | None = None,
+) -> None:
+    """Do that many steps. `publish` is called with each sequence that has filled blocks, `done` as in `advance`."""
     left = steps
     while left > 0:
         plain = min(steps_to_border(running), left)
@@ -77,9 +83,13 @@ def advance(running: Items[Sequence], pool: BlockPool, steps: int, publish: Call
             sequence.length += plain
             sequence.computed += plain
             sequence.emitted_length += plain
+        if plain and done is not None:
+            done(plain)
         left -= plain
         if left:
             _cross_border(running, pool, publish)
+            if done is not None:
+                done(1)
             left -= 1
     for sequence in running:
         sequence.new_tokens = 1

@@ -23,9 +23,11 @@ from engines.mocker import (
     TimingModel,
 )
 from engines.mocker.scheduling import Scheduler, StepResult
+from engines.mocker.timing import DECODE_MS, PREFILL_MS
 from pipeline import Context
 from pipeline.loop import Timer
 from pipeline.protocols import OutputOptions, PreprocessedRequest, SamplingOptions, StopConditions
+from pipeline.protocols.kv import PassRates
 from pipeline.testing import run_in_virtual_time
 
 ARGS: tuple[dict[str, Any], ...] = (
@@ -82,6 +84,9 @@ class Played:
 
     def publish(self, rank: int, snapshot: Any) -> None:
         self.changes.append((anyio.current_time(), rank, snapshot))
+
+    def publish_rates(self, rank: int, rates: Any) -> None:
+        self.changes.append((anyio.current_time(), rank, rates))
 
     def event(self, event: Any) -> None:
         self.changes.append((anyio.current_time(), event))
@@ -144,7 +149,8 @@ async def play(
     async with as_engine(engine) as served:
         for rank in engine.ranks if is_watched else ():
             rank.publish_to(KvEventPublisher(1, rank.dp_rank, played.event))
-            rank.snapshots = played  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
+            rank.reports.snapshots = played  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
+            rank.reports.measure(played)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
         async with anyio.create_task_group() as tasks:
             for number in range(rng.choice((1, 4, 12))):
                 stop_s = rng.uniform(0.01, 1.5) if stops and rng.random() < 0.3 else None
@@ -274,3 +280,38 @@ def test_an_engine_does_not_run_ahead_beyond_a_cut() -> None:
 async def test_only_virtual_time_on_asyncio_is_run_ahead() -> None:
     played = await play(MockEngineArgs(), PolynomialTiming, Horizon(), 3, stops=False)
     assert bool(played.bundles) == Timer().is_exact
+
+
+@pytest.mark.parametrize(("dp_size", "is_watched"), [(1, True), (2, False)])
+def test_what_steps_take_is_reported_alike_whether_a_rank_runs_ahead(dp_size: int, is_watched: bool) -> None:
+    """Requests come for 20 seconds, so that rates are fitted again and again, also in the midst of stretches."""
+    args = MockEngineArgs(block_size=8, num_gpu_blocks=60_000, dp_size=dp_size, max_num_batched_tokens=512)
+
+    async def main(horizon: Horizon | None) -> list[Any]:
+        rng, played = Random(5), Played()
+        engine = MockEngine(args, horizon=horizon)
+
+        async def one(number: int) -> None:
+            await anyio.sleep(rng.uniform(0, 20))
+            prompt = [number] * rng.randrange(8, 2000)
+            request = PreprocessedRequest(prompt, stop_conditions=StopConditions(max_tokens=rng.randrange(1, 300)))
+            await (await served.generate(Context(request, id=str(number)))).collect()
+
+        async with as_engine(engine) as served:
+            for rank in engine.ranks:
+                if is_watched:
+                    rank.publish_to(KvEventPublisher(1, rank.dp_rank, played.event))
+                rank.reports.measure(played)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+            async with anyio.create_task_group() as tasks:
+                for number in range(160):
+                    tasks.start_soon(one, number)
+        return [change for change in played.changes if isinstance(change[-1], PassRates)]
+
+    steps, ahead = (run_in_virtual_time(main, horizon, backend="asyncio") for horizon in (None, Horizon()))
+    assert ahead == steps
+    for rank in range(dp_size):
+        last = [change[-1] for change in steps if change[1] == rank][-1]
+        assert last.pass_ps == pytest.approx(PREFILL_MS.c * 1e9, rel=0.1)
+        assert last.prompt_token_ps == pytest.approx(PREFILL_MS.b * 1e9, rel=0.1)
+        assert last.step_ps == pytest.approx(DECODE_MS.c * 1e9, rel=0.1)
+        assert last.held_token_ps == pytest.approx(DECODE_MS.b * 1e9 / (60_000 * 8), rel=0.1)

@@ -8,18 +8,23 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 from threading import Event
 from typing import Any
+from unittest.mock import patch
 
 import anyio
 import pytest
 
 from engines import GenerateContext, run_conformance
 from engines.publishing import ComponentSnapshot
-from engines.torch import Drawn, HeldBlocks, KvBytes, TorchEngine
+from engines.torch import Drawn, HeldBlocks, KvBytes, TorchEngine, step_times
+from engines.torch.planning import Chunk, StepPlan
+from engines.torch.slots import Choice
+from engines.torch.step_times import StepTimes
 from pipeline import Context, EngineShutdown
 from pipeline.errors import BackendUnknown
 from pipeline.protocols import FinishReason, LLMEngineOutput, OutputOptions, PrefillResult, PreprocessedRequest
+from pipeline.protocols.kv import PassRates
 
-from .worlds import CellEngine, CellMachine, answer_to, request_of
+from .worlds import CellEngine, CellMachine, answer_to, order, request_of
 
 CONTEXT: Any = None
 """The context of metrics, which the engine does not read."""
@@ -235,6 +240,45 @@ async def test_the_load_is_published_as_it_changes_and_down_to_nothing() -> None
     used = [snapshot.kv_used_blocks for snapshot in published]
     assert (max(used), used[-1]) == (3, 0)
     assert all(first != second for first, second in pairwise(published))
+
+
+async def test_what_steps_take_is_published() -> None:
+    """Each step takes as long as it has tokens, and 5 ms; the clock of the compute thread is that of the test."""
+    published, now_ns = list[PassRates](), 0
+
+    class Publisher:
+        def publish(self, rank: int, snapshot: ComponentSnapshot) -> None: ...
+
+        def publish_rates(self, rank: int, rates: PassRates) -> None:
+            assert rank == 0
+            published.append(rates)
+
+    def take_time(plan: StepPlan) -> None:
+        nonlocal now_ns
+        now_ns += 5_000_000 + 10_000 * sum(chunk.count for chunk in plan.chunks)
+
+    engine = CellEngine(CellMachine(128, take_time), max_num_batched_tokens=512)
+    with patch.object(step_times, "perf_counter_ns", lambda: now_ns):
+        async with running(engine):
+            engine._keep_snapshots(Publisher())  # type: ignore[arg-type]
+            for number in range(40):
+                await chunks(engine, request_of(range(number, 6 * number + 1), max_tokens=3))
+                await anyio.sleep(0.3)
+    last = published[-1]
+    assert last.prompt_token_ps == pytest.approx(10_000_000, rel=0.02)
+    assert last.pass_ps == pytest.approx(5_000_000_000, rel=0.02)
+
+
+def test_a_step_that_draws_nothing_is_not_measured_nor_the_one_after() -> None:
+    """A device may still compute it when the call returns."""
+    times, choice = StepTimes(), Choice(order=order(range(100)), index=0, receive=lambda news: None)
+    part = StepPlan((Chunk(choice, 0, 50, ()),))
+    whole = StepPlan((Chunk(choice, 50, 50, ()),))
+    counts = list[int]()
+    for plan in (part, whole, part, whole, whole, whole):
+        times.step(plan, 1, 0)
+        counts.append(times._meter._prompts.added[0])
+    assert counts == [0, 0, 0, 0, 1, 2]
 
 
 async def test_the_load_falls_when_a_hand_over_releases_its_blocks() -> None:

@@ -32,11 +32,14 @@ from pipeline.protocols import PreprocessedRequest, StopConditions
 from pipeline.protocols.kv import (
     KV_EVENTS_TOPIC,
     KV_METRICS_TOPIC,
+    KV_RATES_TOPIC,
     LOADS_EVERY_S,
     ActiveLoad,
     KvCleared,
     KvEvent,
     KvRemoved,
+    PassRates,
+    RankRates,
     RouterEvent,
 )
 from tests.engines.worker.worlds import BROKEN, ScriptedSteps, collect, hosted
@@ -161,6 +164,63 @@ async def test_the_last_load_of_each_rank_is_repeated_until_the_worker_ends(chan
         received.clear()
         await anyio.sleep(10 * LOADS_EVERY_S)
         assert received == []
+
+
+RATES = PassRates(1, 2, 3, 4)
+
+
+async def test_rates_are_published_as_they_are_known_and_repeated(changes: list[SnapshotPublisher]) -> None:
+    engine = ScriptedSteps()
+    engine.bindings = MetricsBindings(dp_ranks=[0, 3], on_publisher_ready=changes.append)
+    received: list[Event[RankRates]] = []
+    async with deployment() as made, made.process() as here, made.process() as front:
+        async with hosted(engine, here, worker_id=7):
+            for rank in (3, 9):
+                changes[0].publish_rates(rank, PassRates(9))
+            changes[0].publish_rates(3, RATES)
+            await anyio.sleep(1)
+            front.events.subscribe(Scope("dynamo", "backend"), KV_RATES_TOPIC, RankRates).subscribe(received.append)
+            await anyio.sleep(LOADS_EVERY_S)
+            assert [event.payload for event in received] == [RankRates(7, RATES, 3)]
+        received.clear()
+        await anyio.sleep(10 * LOADS_EVERY_S)
+        assert received == []
+
+
+async def test_a_worker_whose_engine_reports_no_rates_has_no_publisher_for_them(
+    changes: list[SnapshotPublisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, topics = ScriptedSteps(), list[str]()
+    engine.bindings = MetricsBindings(dp_ranks=[0], on_publisher_ready=changes.append)
+    async with Runtime.in_process() as runtime:
+        publisher = runtime.events.publisher
+
+        def noted(scope: Scope, topic: str) -> Any:
+            topics.append(topic)
+            return publisher(scope, topic)
+
+        monkeypatch.setattr(runtime.events, "publisher", noted)
+        async with hosted(engine, runtime):
+            changes[0].publish(0, ComponentSnapshot(5, 10, 0.5))
+            assert topics == [KV_METRICS_TOPIC]
+            for _ in range(2):
+                changes[0].publish_rates(0, RATES)
+            assert topics == [KV_METRICS_TOPIC, KV_RATES_TOPIC]
+
+
+async def test_rates_that_cannot_be_published_are_logged(
+    changes: list[SnapshotPublisher], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = ScriptedSteps()
+    engine.bindings = MetricsBindings(dp_ranks=[0], on_publisher_ready=changes.append)
+    async with Runtime.in_process() as runtime, hosted(engine, runtime):
+
+        def refuses(*_: object) -> Any:
+            raise OSError("no broker")
+
+        monkeypatch.setattr(runtime.events, "publisher", refuses)
+        changes[0].publish_rates(0, RATES)
+    assert "no broker" in caplog.text
 
 
 def broken_source(_: object) -> None:
