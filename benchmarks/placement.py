@@ -142,6 +142,8 @@ LOADS = {
     "conversations twice as fast, 8 workers": Load(8, speed_up=2),
     "conversations twice as fast, 32 workers": Load(32, speed_up=2),
     "1,000 conversations, 8 uneven workers": Load(8, requests=1000, is_uneven=True),
+    "agents, 8 uneven workers": Load(8, lambda rng: agents(rng, sessions_per_s=0.5, seconds=100), is_uneven=True),
+    "unshared, 80 a second, 4 uneven workers": Load(4, lambda rng: unshared(rng, per_s=80, seconds=50), is_uneven=True),
     "1,000 conversations, 4 workers behind 4 prefill workers": Load(4, requests=1000, prefill_workers=4),
     "agents, 8 workers": Load(8, lambda rng: agents(rng, sessions_per_s=0.5, seconds=100)),
     "agents, 32 workers": Load(32, lambda rng: agents(rng, sessions_per_s=1.2, seconds=80)),

@@ -17,6 +17,7 @@ from .metrics import RouterMetrics
 from .operator import KvPushRouter
 from .prompt import PromptBlocks
 from .queue import OVERLAP_REFRESH_AFTER, PolicyClass, PolicyDocument, PolicyProfile
+from .rates import rate_reports
 from .request import RouteRequest, hash_beside_the_loop, share_hashes
 from .reservation import ends_badly
 from .router import KvRouter, kv_router
@@ -59,6 +60,7 @@ __all__ = [
     "kv_events",
     "kv_router",
     "kv_router_variables",
+    "rate_reports",
     "recovery_workers",
     "share_hashes",
     "shared_bookings",

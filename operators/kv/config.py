@@ -316,3 +316,29 @@ def _read(known: Setting, text: str) -> Any:
         return _READERS[kinds_of(known.kind)[0]](text)
     except ValueError:
         return None
+
+
+def check_router(
+    config: KvRouterConfig, block_size_tokens: int, *, prefill_duration: object, profile: object, peers: object
+) -> None:
+    """Raise InvalidArgument that lists every problem; `field` names the first.
+
+    The last three are what the router was given for `router_prefill_load_model`, `router_policy_config` and
+    `router_replica_sync`, None for nothing. A setting that no router of this kind offers is refused, not ignored.
+    """
+    lacks_duration = config.router_prefill_load_model != "none" and prefill_duration is None
+    lacks_profile = config.router_policy_config is not None and profile is None
+    checks: list[tuple[bool, str, str]] = [
+        (block_size_tokens < 1, "block_size_tokens", f"must be at least 1, got {block_size_tokens}"),
+        (lacks_duration, "prefill_duration", "router_prefill_load_model needs it, and it can only be given in code"),
+        (lacks_profile, "profile", "router_policy_config names a file whose profile is not given"),
+        (config.router_replica_sync and peers is None, "peers", "router_replica_sync needs them"),
+        (peers is not None and not config.router_replica_sync, "router_replica_sync", "is off, but peers are given"),
+        (config.use_remote_indexer, "use_remote_indexer", "a remote index is not offered"),
+        (config.serve_indexer, "serve_indexer", "serving the index is not offered"),
+        (config.shared_cache_type != "none", "shared_cache_type", "a shared cache is not offered"),
+        (config.shared_cache_multiplier > 0, "shared_cache_multiplier", "a shared cache is not offered"),
+        (config.router_prefill_policy is not None, "router_prefill_policy", "named selections are not offered"),
+        (config.router_decode_policy is not None, "router_decode_policy", "named selections are not offered"),
+    ]
+    raise_problems([(name, message) for is_wrong, name, message in checks if is_wrong])

@@ -1,28 +1,23 @@
-"""Pace: how the workers of one router answer, as the router has observed it. What the expected delay reads.
+"""Pace: how the workers of one router answer, as the router has observed it. What the delays read.
 
     booked ──► first token ──► end        each request, with the prompt tokens before it
        └────────────┴───────────┴───► PaceMeter: sums, added up once a second ──► Pace
 
-Nothing of it is reported by a worker: times are of the router's own clock and tokens of its own account, so it holds
-for every engine, and for workers of any version. Before there are enough observations a figure has its default.
+Times are of the router's own clock and tokens of its own account, so it holds for every engine, and for workers of any
+version. Before there are enough observations a figure has its default. What workers report comes before what is
+observed of their speed, see `ReportedRates`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import exp, log
+from collections.abc import Iterable, Mapping, Sequence
+from math import exp, fsum, log
 from types import MappingProxyType
 
 from attrs import define, evolve, field, frozen
 
+from .rates import MOST_SLOWNESS, PASS_TOKENS, USUAL, EngineCosts, ReportedRates, slowness
 from .types import WorkerRank
-
-PASS_TOKENS = 1024
-"""What a pass of an engine takes besides its prompt tokens, in such tokens: as long as computing so many."""
-BATCH_TOKENS = 8192
-"""Prompt tokens of one pass: prompts that wait share it up to here."""
-STEP = 1 / 300
-"""What a token in a block that is held costs each step: reading it takes that part of the time to compute one."""
 
 
 @frozen
@@ -40,6 +35,8 @@ class Pace:
     """The ranks that differ from the others by more than chance: how many times as long they take."""
     returns: float = 0.0
     """How often a prompt token is needed again while it is cached: cached prompt tokens by those to compute."""
+    costs: EngineCosts = USUAL
+    """What engines take."""
 
     def multipliers(self, ranks: Sequence[WorkerRank]) -> list[float] | None:
         """Return the slowness of each of these ranks; None where no rank differs."""
@@ -47,6 +44,8 @@ class Pace:
 
 
 UNOBSERVED = Pace()
+UNOBSERVED_TOKENS = 1000.0
+"""The tokens of a mean prompt to compute, before there are observations."""
 
 EVERY_S = 1.0
 """How often the figures change, at most."""
@@ -62,8 +61,6 @@ ASSUMED = 8
 """A rank is taken to have been as fast as the others for so many requests: the first few that differ prove nothing."""
 CHANCE = 0.2
 """Ranks that differ less than this, as a logarithm, count as equal; of others that much is taken off."""
-MOST_SLOWNESS = 2.0
-"""As a logarithm, up or down."""
 PAUSE_WEIGHTS = 0.003, 0.3
 MOST_CONGESTION = 5.0
 MOST_RETURNS = 20.0
@@ -114,6 +111,7 @@ class PaceMeter:
     """Requests of a rank, and how fast they were: the predicted time by the time, in thousandths."""
     _line: tuple[float, float] | None = field(default=None, init=False)
     """The predicted time: nanoseconds at 0 tokens, and by token."""
+    reports: ReportedRates = field(factory=ReportedRates, init=False)
 
     def booked(self, before_tokens: int, new_tokens: int, prompt_tokens: int) -> None:
         """A request was booked on a rank that has so many prompt tokens to compute before its own new ones."""
@@ -137,6 +135,7 @@ class PaceMeter:
 
     def forget(self, worker_id: int) -> None:
         """Forget the ranks of a worker: another one may come under its id."""
+        self.reports.forget(worker_id)
         self._rates = {rank: recent for rank, recent in self._rates.items() if rank.worker_id != worker_id}
         slowness = {rank: slow for rank, slow in self._pace.slowness.items() if rank.worker_id != worker_id}
         self._pace = evolve(self._pace, slowness=slowness)
@@ -146,17 +145,21 @@ class PaceMeter:
         if self._folded_s is None or now_s - self._folded_s >= EVERY_S:
             passed_s = 0.0 if self._folded_s is None else now_s - self._folded_s
             self._folded_s = now_s
-            self._fold(exp(-passed_s / FORGOTTEN_AFTER_S))
+            self._fold(now_s, exp(-passed_s / FORGOTTEN_AFTER_S))
         return self._pace
 
-    def _fold(self, keep: float) -> None:
+    def _fold(self, now_s: float, keep: float) -> None:
         for recent in (self._booked, self._waits, self._answers):
             recent.fold()
         for recent in self._rates.values():
             recent.fold(keep)
         self._line = _line(self._waits.sums)
         pause, answer, congestion = self._pause_weight(), self._answer_tokens(), self._congestion()
-        self._pace = Pace(pause, answer, congestion, self._slowness(), self._returns())
+        known = self.reports.known(now_s)
+        slow = self._slowness()
+        if known:
+            slow = _with_reported(slow, slowness(known, self._new_tokens()), self._rates)
+        self._pace = Pace(pause, answer, congestion, slow, self._returns(), self.reports.costs(known))
 
     def _pause_weight(self) -> float:
         (waits, _, _, wait_ns, _), (answers, _, answer_ns) = self._waits.sums, self._answers.sums
@@ -175,6 +178,11 @@ class PaceMeter:
         requests, before_tokens, own_tokens, _ = self._booked.sums
         return 1.0 if requests < LEAST else min(MOST_CONGESTION, 1.0 + before_tokens / own_tokens)
 
+    def _new_tokens(self) -> float:
+        """The tokens that a mean prompt has to compute."""
+        requests, _, own_tokens, _ = self._booked.sums
+        return UNOBSERVED_TOKENS if requests < LEAST else max(1.0, own_tokens / requests - PASS_TOKENS)
+
     def _returns(self) -> float:
         requests, _, own_tokens, prompt_tokens = self._booked.sums
         if requests < LEAST:
@@ -190,6 +198,19 @@ class PaceMeter:
             if (beyond := abs(off) - CHANCE) > 0:
                 found[rank] = exp(min(beyond, MOST_SLOWNESS) * (1 if off > 0 else -1))
         return found
+
+
+def _with_reported(
+    observed: Mapping[WorkerRank, float], reported: Mapping[WorkerRank, float], answering: Iterable[WorkerRank]
+) -> Mapping[WorkerRank, float]:
+    """The slowness of all ranks: of those that report what they report, beside the others as their mean is observed."""
+    if not reported:
+        return observed
+    mean = 1.0
+    if any(rank not in reported for rank in answering):
+        mean = exp(fsum(log(observed.get(rank, 1.0)) for rank in reported) / len(reported))
+    every = {**observed, **{rank: slow * mean for rank, slow in reported.items()}}
+    return {rank: slow for rank, slow in every.items() if slow != 1.0}
 
 
 def _line(sums: Sequence[float]) -> tuple[float, float] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -58,6 +58,11 @@ class RouterPool:
         """The workers whose engines cache prefixes and publish no KV events, by their cards."""
         configs = self._pool.configs
         return frozenset(i for i, config in configs.items() if config.kv_event_publishing_enabled is False)
+
+    @property
+    def cards(self) -> Collection[ModelRuntimeConfig]:
+        """The settings in the cards of the workers."""
+        return self._pool.configs.values()
 
     def candidates(self, request: RouteRequest) -> Candidates:
         """The ranks that may take the request now. Raises what `WorkerPool.candidates` raises.

@@ -11,19 +11,22 @@ many output blocks as were filled, and is closed before an error is shown.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from attrs import define, field
 
 from pipeline import Annotated
 from pipeline.loop import clock
 from pipeline.protocols import LLMEngineOutput
+from pipeline.protocols.card import ModelRuntimeConfig
+from pipeline.protocols.kv import PassRates
 
 from .decision import Decision
 from .load import BOOKED, COMPUTED, ENDED, EXPIRY_S, ActiveRequest, ActiveSequences, ReplicaSync, SequenceLoad
 from .metrics import RequestMeter
 from .numbers import RankNumbers
 from .pace import UNOBSERVED, Pace, PaceMeter
+from .types import WorkerRank
 
 _log = logging.getLogger(__name__)
 
@@ -181,6 +184,16 @@ class LoadBook:
                 # Where they would count nothing they would only tell ranks apart that are equal.
                 self.sequences.note_blocks_lately(now_s, shown=pace.returns > 0 and pace.pause_weight > 0)
         return self._pace
+
+    def reported(self, rank: WorkerRank, rates: PassRates) -> None:
+        """A rank reports what its passes take."""
+        if self._meter is not None:
+            self._meter.reports.take_in(rank, rates, self.clock())
+
+    def set_limits(self, cards: Iterable[ModelRuntimeConfig]) -> None:
+        """Take what the workers that are there may run at a time, by their cards."""
+        if self._meter is not None:
+            self._meter.reports.set_limits(cards)
 
     def first_token(self, reservation: Reservation) -> bool:
         """The first token came: the prompt was computed."""

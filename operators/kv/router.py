@@ -23,11 +23,12 @@ from anyio.abc import TaskGroup, TaskStatus
 from pipeline import Context, Control
 from pipeline.network import Workers
 from pipeline.protocols import PreprocessedRequest, RouterConfigOverride
+from pipeline.protocols.kv import RankRates
 from pipeline.protocols.timing import RequestPhase
-from pipeline.rx import CompositeDisposable, DisposableBase
+from pipeline.rx import CompositeDisposable, DisposableBase, Observable
 
 from ..pool import PoolViews
-from .config import KvRouterConfig, raise_problems
+from .config import KvRouterConfig, check_router
 from .decision import Decision, Prompt
 from .eligibility import Candidates, RoutingRules
 from .events import Counted, Recover
@@ -168,6 +169,20 @@ class KvRouter:
         self._following.add(following)
         return following
 
+    def follow_rates(self, reports: Observable[RankRates]) -> DisposableBase:
+        """Take in what ranks report of their passes, until disposed or closed; see `rate_reports`.
+
+        Reports of ranks that are not there are ignored. By the cost they make no difference.
+        """
+        following = reports.subscribe(self._on_rates)
+        self._following.add(following)
+        return following
+
+    def _on_rates(self, report: RankRates) -> None:
+        rank = WorkerRank(report.worker_id, report.dp_rank)
+        if self.pool.has_rank(rank):
+            self.loads.reported(rank, report.rates)
+
     async def ready(self) -> None:
         """Return when as many workers are there as the configuration wants at the start."""
         await self.pool.ready(self.config.initial_workers)
@@ -228,6 +243,7 @@ class KvRouter:
 
     def _on_workers(self, gone: Sequence[int], ranks: Mapping[int, range]) -> None:
         self.loads.set_workers(gone, ranks)
+        self.loads.set_limits(self.pool.cards)
         self.lookup.set_workers(gone, ranks, self.pool.without_events)
         self.queue.drain()
 
@@ -364,29 +380,3 @@ def kv_router(
         sessions=None if session_ttl_s is None else Sessions(session_ttl_s, loads.clock),
         prefill_duration=prefill_duration,
     )
-
-
-def check_router(
-    config: KvRouterConfig, block_size_tokens: int, *, prefill_duration: object, profile: object, peers: object
-) -> None:
-    """Raise InvalidArgument that lists every problem; `field` names the first.
-
-    The last three are what the router was given for `router_prefill_load_model`, `router_policy_config` and
-    `router_replica_sync`, None for nothing. A setting that no router of this kind offers is refused, not ignored.
-    """
-    lacks_duration = config.router_prefill_load_model != "none" and prefill_duration is None
-    lacks_profile = config.router_policy_config is not None and profile is None
-    checks: list[tuple[bool, str, str]] = [
-        (block_size_tokens < 1, "block_size_tokens", f"must be at least 1, got {block_size_tokens}"),
-        (lacks_duration, "prefill_duration", "router_prefill_load_model needs it, and it can only be given in code"),
-        (lacks_profile, "profile", "router_policy_config names a file whose profile is not given"),
-        (config.router_replica_sync and peers is None, "peers", "router_replica_sync needs them"),
-        (peers is not None and not config.router_replica_sync, "router_replica_sync", "is off, but peers are given"),
-        (config.use_remote_indexer, "use_remote_indexer", "a remote index is not offered"),
-        (config.serve_indexer, "serve_indexer", "serving the index is not offered"),
-        (config.shared_cache_type != "none", "shared_cache_type", "a shared cache is not offered"),
-        (config.shared_cache_multiplier > 0, "shared_cache_multiplier", "a shared cache is not offered"),
-        (config.router_prefill_policy is not None, "router_prefill_policy", "named selections are not offered"),
-        (config.router_decode_policy is not None, "router_decode_policy", "named selections are not offered"),
-    ]
-    raise_problems([(name, message) for is_wrong, name, message in checks if is_wrong])

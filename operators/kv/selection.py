@@ -56,7 +56,8 @@ from .eligibility import Candidates
 from .index import CandidateOverlap, Overlap, in_tokens
 from .load import Column, RankLoads, Weights
 from .marginal import marginal_delays, marginal_weights
-from .pace import BATCH_TOKENS, PASS_TOKENS, STEP, UNOBSERVED, Pace
+from .pace import UNOBSERVED, Pace
+from .rates import BATCH_TOKENS, PASS_TOKENS, STEP
 from .types import PlacementRule, RequestSettings
 
 WorkerType = Literal["aggregated", "prefill", "decode"]

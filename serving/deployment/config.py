@@ -165,6 +165,11 @@ class GraphConfig:
         """Whether workers keep their KV events, from which a router recovers those it missed."""
         return self.router == "kv" and self.kv_router.has_index and self.kv_router.use_kv_events
 
+    @property
+    def reads_rates(self) -> bool:
+        """Whether a router reads what workers report of their passes: if it places by a delay."""
+        return self.router == "kv" and self.kv_router.router_placement != "cost"
+
     async def make_engines(self, count: int, deployment: Deployment | None = None) -> list[LLMEngine]:
         """Return new engines of one deployment, not started. Raise InvalidArgument that names the argument.
 

@@ -136,6 +136,8 @@ class Deployment:
     """Whether anything may read the KV events of mock engines."""
     has_load_reader: bool = True
     """Whether anything may read their loads and metrics."""
+    has_rate_reader: bool = True
+    """Whether anything may read what their passes take."""
     model_path: Path | None = None
     """Folder or file of the model; None: there is none."""
     lora: Mapping[str, Path] = field(factory=dict)
@@ -215,6 +217,7 @@ def _mocker(arguments: dict[str, Any], deployment: Deployment) -> LLMEngine:
         horizon=deployment.horizon,
         has_event_reader=deployment.has_event_reader,
         has_load_reader=deployment.has_load_reader,
+        has_rate_reader=deployment.has_rate_reader,
         model=name,
         clock=time.time,
     )

@@ -55,6 +55,7 @@ class Fleet:
         self._deployment.horizon = hosting.horizon
         self._deployment.has_event_reader = config.needs_event_logs or not hosting.is_closed
         self._deployment.has_load_reader = reads_loads(config, hosting.environment) or not hosting.is_closed
+        self._deployment.has_rate_reader = config.reads_rates or not hosting.is_closed
         self._deployment.report_loading = hosting.report_loading
         self._running: dict[Worker, None] = {}
         self.workers: list[Worker] = []

@@ -1,7 +1,7 @@
 """The KV router of a standard graph, with what feeds it and the stage that uses it.
 
-    instances, cards, busy, cooldown ────┐
-    KV events, recovery from the workers ┴► KvRouter ◄── KvPushRouter, right above the PushRouter of the same pool
+    instances, cards, busy, cooldown ───────────┐
+    KV events, recovery from the workers, rates ┴► KvRouter ◄── KvPushRouter, right above the PushRouter of the pool
 
 Its settings: those of the environment, a file over it, and an option over both; `router_policy_config` names the file
 of policies.
@@ -38,6 +38,7 @@ from operators.kv import (
     config_from_environment,
     kv_events,
     kv_router,
+    rate_reports,
     recovery_workers,
     shared_bookings,
     shared_sessions,
@@ -119,6 +120,8 @@ async def kv_stage(
             session_ttl_s=SESSION_TTL.of(hosting.environment),
         )
         events = kv_events(runtime.events, pool.endpoint)
+        if config.reads_rates:
+            router.follow_rates(rate_reports(runtime.events, pool.endpoint))
         async with router:
             with RouterGauges(router, meter, model=card.display_name), router.follow(events):
                 if peers is not None and router.sessions is not None:

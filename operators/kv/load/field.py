@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
-from math import log1p
+from math import inf, log1p
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
@@ -32,6 +32,11 @@ class Weights(NamedTuple):
     lately: float = 0.0
     """What the blocks held lately count: this times log(1 + `lately_part` * blocks)."""
     lately_part: float = 0.0
+    free: float = inf
+    """Requests beyond so many wait for a seat; the next two are by request that does."""
+    seat: float = 0.0
+    seat_blocks: float = 0.0
+    """What each block counts then, besides."""
 
     def of(self, load: Load) -> float:
         """Return what a load counts."""
@@ -39,6 +44,8 @@ class Weights(NamedTuple):
         counted = self.tokens * tokens + self.blocks * blocks
         if requests:
             counted += self.requests * requests + self.any_request
+            if requests > self.free:
+                counted += (requests - self.free) * (self.seat + self.seat_blocks * blocks)
         return counted + self.lately * log1p(self.lately_part * lately) if lately else counted
 
 

@@ -14,7 +14,8 @@ from operators.kv.decision import Prompt
 from operators.kv.eligibility import Candidates, RoutingRules, WorkerPool
 from operators.kv.index import CandidateOverlap, Overlap
 from operators.kv.load import RankLoads
-from operators.kv.pace import BATCH_TOKENS, UNOBSERVED, Pace
+from operators.kv.pace import UNOBSERVED, Pace
+from operators.kv.rates import BATCH_TOKENS
 from operators.kv.selection import WorkerType, costs, delays, judge, select_worker
 from operators.kv.types import RequestSettings, WorkerRank
 from pipeline.protocols.card import ModelRuntimeConfig

@@ -17,10 +17,12 @@ from operators.kv.index import CandidateOverlap, KvIndex, Overlap
 from operators.kv.load import ActiveRequest, ActiveSequences, SequenceLoad
 from operators.kv.numbers import RankNumbers
 from operators.kv.pace import UNOBSERVED, Pace
+from operators.kv.rates import USUAL, EngineCosts, slowness
 from operators.kv.search import cheapest_of_many
 from operators.kv.selection import RULES, select_worker
 from operators.kv.types import PlacementRule, RequestSettings, WorkerRank
 from pipeline.llm import sequence_hashes
+from pipeline.protocols.kv import PassRates
 
 SIZE = 16
 PROMPTS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 9, 10], [1, 2, 7], [20, 21, 22, 23], [1]]
@@ -127,12 +129,21 @@ def same(plain: Decision, found: Decision) -> bool:
 weights = st.sampled_from([0.0, 0.1, 1.0, 1 / 3, 7.5])
 
 
+engines = st.builds(
+    EngineCosts,
+    st.floats(64, 16_384),
+    st.integers(1, 20_000),
+    st.floats(1e-4, 0.05),
+    st.floats(24, 6000),
+    st.one_of(st.none(), st.integers(1, 6)),
+)
 paces = st.builds(
     Pace,
     st.one_of(st.just(0.0), st.floats(0.003, 0.3)),
     st.floats(1, 5000),
     st.floats(1, 5),
     returns=st.one_of(st.just(0.0), st.floats(0, 20)),
+    costs=st.one_of(st.just(USUAL), engines),
 )
 
 
@@ -208,6 +219,47 @@ def test_where_half_of_the_ranks_are_slower_one_of_the_others_is_found(placement
         assert found is not None
         assert same(plain, found)
         assert found.rank not in slow
+
+
+@given(st.integers(0, 2**32), st.integers(2, 4), paces)
+def test_by_reported_rates_a_search_decides_as_a_look_at_each_candidate(seed: int, kinds: int, pace: Pace) -> None:
+    """Of a few kinds of engines, as reports have it, with some ranks that do not report."""
+    fleet, config = Fleet(Random(seed), 80), RequestSettings(placement="marginal_delay")
+    for step in range(120):
+        if not step % 40:
+            each = [10**7 * 2**kind for kind in range(kinds)]
+            known = {
+                rank: PassRates(1000 * ps, ps)
+                for rank in fleet.ranks
+                if (ps := int(fleet.random.choice(each) * fleet.random.uniform(0.95, 1.05))) % 9
+            }
+            pace = evolve(pace, slowness=slowness(known, 700.0))
+        fleet.step(step / 10)
+        if step % 4:
+            continue
+        plain, found = both(fleet, fleet.random.choice(PROMPTS), config, fleet.candidates(), step / 10, seed, pace)
+        assert found is None or same(plain, found)
+
+
+@pytest.mark.parametrize("seats", [None, 1, 3])
+def test_where_all_seats_are_taken_few_ranks_are_looked_at(seats: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, looked = Fleet(Random(3), 1000), list[int]()
+
+    def counted(prompt: Prompt, overlap: CandidateOverlap, *others: Any) -> list[float]:
+        looked.append(len(overlap.device))
+        return RULES["marginal_delay"](prompt, overlap, *others)
+
+    monkeypatch.setattr(search, "RULES", {"marginal_delay": counted})
+    for step in range(5000):
+        load = SequenceLoad([step], fleet.random.randrange(500))
+        fleet.sequences.book(f"r{step}", fleet.random.choice(fleet.ranks), load, 0.0)
+    known = {rank: PassRates(10**10 * (1 + rank.worker_id % 2), 10**7) for rank in fleet.ranks}
+    pace = Pace(slowness=slowness(known, 1000.0), costs=EngineCosts(seats=seats))
+    by, candidates = RequestSettings(placement="marginal_delay"), Candidates(tuple(sorted(fleet.ranks)))
+    plain, found = both(fleet, [1, 2, 3], by, candidates, 30.0, 1, pace)
+    assert found is not None
+    assert same(plain, found)
+    assert sum(looked) < 40
 
 
 def test_a_slowness_of_a_rank_goes_with_it() -> None:

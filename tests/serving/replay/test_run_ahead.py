@@ -11,11 +11,16 @@ from typing import Any
 import anyio
 import numpy
 import pytest
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines import SnapshotPublisher
+from engines.mocker import rank
+from engines.mocker.build import make_scheduler
 from engines.ready_tokens import ReadyTokens
-from operators.kv import KvRouterConfig
+from operators.kv import KvRouterConfig, PlacementRule
+from pipeline.protocols.kv import PassRates
 from pipeline.testing import run_in_virtual_time
 from serving.deployment import GraphConfig
 from serving.replay import Prompt, Session, SyntheticLoad, Trace, Turn, parse_faults, run_config
@@ -147,6 +152,45 @@ def test_workers_in_lockstep_have_the_report_of_their_steps(router: str, session
     load = SyntheticLoad(input_tokens=64, output_tokens=60, request_count=24, arrival_interval_ms=0.0, turns=2).make()
     config = GraphConfig(engine="mocker", workers=4, engine_args={"block_size": "16"}, seed=7, **ROUTERS[router])
     assert_same(config, load, sessions_at_a_time=sessions)
+
+
+@pytest.mark.parametrize("placement", ["expected_delay", "marginal_delay"])
+def test_by_what_workers_report_of_their_passes_a_replay_has_the_report_of_its_steps(
+    placement: PlacementRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second worker is twice as fast, which the router learns from what it reports."""
+    made, reported, rng = [0], list[Any](), Random(4)
+    publish_rates = SnapshotPublisher.publish_rates
+
+    def make_uneven(args: Any, **more: Any) -> Any:
+        made[0] += 1
+        return make_scheduler(evolve(args, speedup_ratio=1.0 + made[0] % 2), **more)
+
+    def noted(publisher: SnapshotPublisher, rank: int, rates: PassRates) -> None:
+        reported.append(rates)
+        publish_rates(publisher, rank, rates)
+
+    monkeypatch.setattr(rank, "make_scheduler", make_uneven)
+    monkeypatch.setattr(SnapshotPublisher, "publish_rates", noted)
+    sessions = []
+    for number in range(240):
+        ids = array("I", [10 * number + block for block in range(rng.randrange(1, 60))])
+        turn = Turn(f"{number}", 0, Prompt.of(ids, BLOCK_TOKENS, len(ids) * BLOCK_TOKENS), rng.randrange(1, 120))
+        sessions.append(Session(str(number), (turn,), rng.uniform(0, 15_000)))
+    router = KvRouterConfig(router_placement=placement)
+    config = GraphConfig(
+        engine="mocker", workers=2, engine_args={"block_size": "16"}, seed=7, router="kv", kv_router=router
+    )
+    how = {"faults": parse_faults(("worker 0 leaves at 9 s, returns at 10 s",))}
+    reports = []
+    for step_by_step in (False, True):
+        made[0] = 0
+        reports.append(report_of(step_by_step, config, Trace(tuple(sessions)), **how))
+    assert reports[0] == reports[1]
+    ahead, steps = reported[: len(reported) // 2], reported[len(reported) // 2 :]
+    assert ahead == steps
+    prompts = [rates.prompt_token_ps for rates in ahead if rates.prompt_token_ps]
+    assert max(prompts) > 1.5 * min(prompts)
 
 
 def plain(**more: Any) -> tuple[GraphConfig, Trace]:
