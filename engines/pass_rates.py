@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import sqrt
+from operator import mul
 
 from attrs import astuple, define, evolve, field
 
@@ -73,7 +74,7 @@ class _Line:
         added[2] += count * tokens * tokens
         added[3] += total
         added[4] += tokens * total
-        added[5] += sum(time_ns * time_ns for time_ns in times_ns)
+        added[5] += sum(map(mul, times_ns, times_ns))
 
     def time_ns(self, tokens: int) -> int:
         """Return the expected time of a pass with so many tokens; 0 where nothing is known."""

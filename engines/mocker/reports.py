@@ -49,7 +49,7 @@ class RankReports:
             self._hit_rates.append((sequence.cached_tokens or 0) / sequence.prompt_tokens)
         if (meter := self._meter) is not None:
             held = None if done.read_blocks is None else done.read_blocks * self._scheduler.block_size
-            meter.passed(round(done.duration_ms * _NS), done.paid_tokens, held)
+            meter.passed(int(done.duration_ms * _NS), done.paid_tokens, held)
             if done.admitted and self._rates is not None and (rates := meter.news(now_s)) is not None:
                 self._rates.publish_rates(self._dp_rank, rates)
         self.show()
@@ -60,7 +60,7 @@ class RankReports:
 
         def measure(steps: int) -> None:
             nonlocal at
-            times_ns = [round(ms * _NS) for ms in stretch.durations_ms[at : at + steps]]
+            times_ns = [int(ms * _NS) for ms in stretch.durations_ms[at : at + steps]]
             assert meter is not None
             meter.stepped(times_ns, scheduler.pool.active * scheduler.block_size)
             at += steps
