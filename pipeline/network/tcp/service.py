@@ -34,6 +34,9 @@ _log = logging.getLogger(__name__)
 _JOINED_BYTES = 32 * 1024
 """Bytes of items above which a frame is complete within a turn."""
 
+_JOINED_NUMBERS = 8192
+"""Streams and token ids of a frame, at most: 40 KiB, less than what a frame may have beyond the limit of a message."""
+
 _UNREAD_PARTS = 50_000
 """Parts of frames that may wait to be sent to a caller that makes further calls: refusals need no credit."""
 
@@ -294,6 +297,8 @@ class ServedCall:
         if not (tokens := connection.tokens):
             connection.wants_output()
         tokens += (self._stream, token_id)
+        if len(tokens) >= _JOINED_NUMBERS:
+            connection.put_tokens()
         self._items_out = items_out = self._items_out + 1
         return items_out < self._window_items and (connection.out_bytes <= HIGH_WATER_BYTES or not connection.is_full)
 

@@ -139,6 +139,19 @@ async def test_tokens_of_several_streams_in_one_turn_are_one_frame(open_streams:
         assert peer.kinds().count(framing.END) == 3
 
 
+async def test_a_frame_of_many_tokens_is_no_longer_than_a_caller_takes(open_streams: OpenStreams) -> None:
+    count = 20_000
+    async with pair() as world:
+        await world.serve(OfferingEngine())
+        peer = await raw_caller(world, window_items=10**6, message_limit_bytes=1000)
+        head = CALL_HEAD | {"payload": [give(U32_MAX), PAUSE, offer(*range(U32_MAX - count, U32_MAX)), PAUSE, LAST]}
+        peer.send(frame(framing.CALL, 1, head | {"has_short_items": True}))
+        await anyio.sleep(1)
+        bodies = [body for kind, _, body in peer.frames() if kind == framing.TOKENS]
+        assert max(map(len, bodies)) <= framing.HEADROOM_BYTES
+        assert [token_id for body in bodies for _, token_id in tokens_of(body)] == list(range(U32_MAX - count, U32_MAX))
+
+
 @pytest.mark.parametrize("has_short_items", [None, False])
 async def test_a_caller_that_does_not_ask_for_them_gets_no_tokens_of_others(has_short_items: bool | None) -> None:
     head = CALL_HEAD | {"payload": [give(1), PAUSE, offer(2), PAUSE, LAST]}
