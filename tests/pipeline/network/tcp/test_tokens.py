@@ -66,6 +66,8 @@ class OfferingStream(ResponseStream[Item]):
                 await anyio.sleep(0.1)
             elif what == "last":
                 yield Annotated(LLMEngineOutput([], finish_reason=FinishReason.STOP))
+            elif what == "offer of a choice":
+                assert self._offer(token_ids[0], 3)
             elif what == "give":
                 yield Annotated(LLMEngineOutput(token_ids))
             else:
@@ -88,6 +90,8 @@ class Client:
         self.is_fed, self.gate = is_fed, Gate()
         self.seen: list[tuple[str, list[int]]] = []
         self.error: Exception | None = None
+        self.index: int | None = None
+        """Of the choice whose tokens are expected."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -95,7 +99,7 @@ class Client:
         return [token_id for _, token_ids in self.seen for token_id in token_ids]
 
     def take(self, token_id: int, index: int | None) -> bool:
-        assert index is None
+        assert index == self.index
         self.seen.append(("fed", [token_id]))
         return True
 
@@ -174,6 +178,15 @@ async def test_lone_tokens_are_fed_and_those_that_came_with_others_are_read_in_o
     assert client.seen == [
         fed(1), fed(2), read(3, 4), read(5, 6), read(7, 8), fed(9), read(10), read(),
     ]  # fmt: skip
+
+
+async def test_a_token_of_a_numbered_choice_keeps_its_number(open_streams: OpenStreams) -> None:
+    async with pair() as world:
+        _, engine = await world.serve(OfferingEngine(), KIND)
+        client = Client()
+        client.index = 3
+        await client.read(engine, [PAUSE, ["offer of a choice", 7], PAUSE, LAST])
+    assert (client.seen, client.error) == ([fed(7), read()], None)
 
 
 async def test_a_token_that_came_before_the_connection_was_lost_is_read_before_the_error() -> None:
