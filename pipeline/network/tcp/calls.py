@@ -244,7 +244,7 @@ class RemoteCall:
         self._items = items = self._items + 1
         if not self._has_begun or items > self._items_max:
             raise InvalidMessage("items outside of their stream's window")
-        if self._take is None or self._is_due or self._bodies:
+        if self._take is None or self._is_due:
             if self._reader.plain is None:
                 raise InvalidMessage("a token for a caller that reads other items")
             return self._queue(items_of_token(token_id))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import anyio
@@ -90,6 +90,7 @@ class Client:
         self.is_fed, self.gate = is_fed, Gate()
         self.seen: list[tuple[str, list[int]]] = []
         self.error: Exception | None = None
+        self.on_take: Callable[[], object] = lambda: None
         self.index: int | None = None
         """Of the choice whose tokens are expected."""
 
@@ -101,6 +102,7 @@ class Client:
     def take(self, token_id: int, index: int | None) -> bool:
         assert index == self.index
         self.seen.append(("fed", [token_id]))
+        self.on_take()
         return True
 
     async def read(self, engine: AsyncEngine[Any, Any], steps: list[Any], context: Context[Any] | None = None) -> None:
@@ -187,6 +189,20 @@ async def test_a_token_of_a_numbered_choice_keeps_its_number(open_streams: OpenS
         client.index = 3
         await client.read(engine, [PAUSE, ["offer of a choice", 7], PAUSE, LAST])
     assert (client.seen, client.error) == ([fed(7), read()], None)
+
+
+async def test_a_token_that_kills_another_request_is_the_last_of_their_frame(open_streams: OpenStreams) -> None:
+    contexts = [Context[Any]([PAUSE, offer(1), PAUSE, LAST]) for _ in range(2)]
+    clients = [Client(), Client()]
+    async with pair() as world:
+        _, engine = await world.serve(OfferingEngine(), KIND)
+        for number, client in enumerate(clients):
+            client.on_take = contexts[1 - number].kill
+        async with anyio.create_task_group() as tasks:
+            for client, context in zip(clients, contexts, strict=True):
+                tasks.start_soon(client.read, engine, [], context)
+        await anyio.sleep(1)
+    assert sorted(client.seen for client in clients) == [[], [fed(1), read()]]
 
 
 async def test_a_token_that_came_before_the_connection_was_lost_is_read_before_the_error() -> None:
