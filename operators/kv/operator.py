@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -20,7 +19,6 @@ from pipeline import (
     PenstockError,
     ReleaseOnce,
     ResponseStream,
-    Take,
     Unavailable,
 )
 from pipeline.protocols import (
@@ -171,8 +169,8 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         held = [ReleaseOnce(reservation.release)]
         if entry is not None:
             held.append(self._lease(entry, decision.rank))
-        relay = partial(_relay, reservation)
-        return ResponseStream(_counted(stream, reservation, reasons, held), request, stream, *held, relay=relay)
+        counted = _counted(stream, reservation, reasons, held)
+        return ResponseStream(counted, request, stream, *held, relay=reservation.relay)
 
     def _note(self, request: Context[PreprocessedRequest], decision: Decision) -> None:
         """Write the choice into the tracker and the span."""
@@ -283,20 +281,6 @@ async def _counted(
         for one in held:
             one.release()
         reservation.finish()
-
-
-def _relay(reservation: Reservation, take: Take) -> Take:
-    """Return what takes plain tokens and counts them, as `_counted` does items."""
-
-    def take_token(*parts: Any) -> bool:
-        if not take(*parts):
-            return False
-        reservation.output_tokens += 1
-        if reservation.output_tokens >= reservation.next_step_tokens:
-            reservation.advance()
-        return True
-
-    return take_token
 
 
 def _reasons(decision: Decision) -> Output:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from attrs import define, field
 
-from pipeline import Annotated
+from pipeline import Annotated, Take
 from pipeline.loop import clock
 from pipeline.protocols import LLMEngineOutput
 from pipeline.protocols.card import ModelRuntimeConfig
@@ -57,6 +57,8 @@ class Reservation(ActiveRequest):
     """The prompt tokens that its rank had to compute until its first token, when it was booked."""
     first_token_s: float | None = field(default=None, init=False)
     """When the first token came, where that is observed."""
+    _take: Take | None = field(default=None, init=False, repr=False)
+    """Takes the plain tokens of the answer, if its stream is fed."""
     _decision: Decision | None = field(default=None, init=False)
     _is_released: bool = field(default=False, init=False)
 
@@ -92,6 +94,21 @@ class Reservation(ActiveRequest):
             added = -(-(after + 1 - self.next_step_tokens) // self.block_size_tokens)
             self.next_step_tokens += added * self.block_size_tokens
             self._grow(added)
+
+    def relay(self, take: Take) -> Take:
+        """Return what takes plain tokens and counts them, as the reader of the stream does items: see `feed`."""
+        self._take = take
+        return self._take_token
+
+    def _take_token(self, token_id: int, index: int | None, text: str | None = None) -> bool:
+        take = self._take
+        assert take is not None, "the stream is fed"
+        if not (take(token_id, index) if text is None else take(token_id, index, text)):
+            return False
+        self.output_tokens += 1
+        if self.output_tokens >= self.next_step_tokens:
+            self.advance()
+        return True
 
     def release(self) -> bool:
         """Take the request off its rank; return False if it is off already."""

@@ -55,6 +55,15 @@ Next = AsyncEngine[PreprocessedRequest, Item]
 _log = logging.getLogger(__name__)
 
 
+def _plain(index: int | None) -> LLMEngineOutput:
+    """Return an output of a plain token of that choice; what is looked up of the last one is in all of them alike."""
+    return LLMEngineOutput([], index=index)
+
+
+_PLAIN = {index: _plain(index) for index in (None, *range(16))}
+"""Shared by all requests: an output of each would be fetched from memory for each token."""
+
+
 @define(eq=False)
 class Attempts:
     """The attempts of one request. Its reader keeps `delivered`, `last`, `kind` and `link` up to date."""
@@ -88,6 +97,8 @@ class Attempts:
     _has_more_than_tokens: bool = field(default=False, init=False)
     _is_too_long: bool = field(default=False, init=False)
     _last_item: Item | Exception | None = field(default=None, init=False)
+    _take: Take = field(init=False)
+    """Takes plain tokens, if the stream is fed."""
     _attempt: Context[PreprocessedRequest] = field(init=False)
     """The request as it was last sent. Kept, because a stop of the caller's reaches it only while it is referenced."""
 
@@ -214,20 +225,17 @@ class Attempts:
     # -- items
 
     def relay(self, take: Take) -> Take:
-        """Return what takes plain tokens of the first worker, as its reader does items."""
-        delivered = self.delivered
-        plain: Output | None = None
+        """Return what takes plain tokens of the first worker, as its reader does items, and hands them to `take`."""
+        self._take = take
+        return self._take_token
 
-        def take_token(token_id: int, index: int | None, *text: str) -> bool:
-            nonlocal plain
-            delivered.append(token_id)
-            if self.last is not plain or plain is None or plain.index != index:
-                plain = self.last = LLMEngineOutput([token_id], index=index)  # all plain ones of a choice are alike
-                if self.kind is None:
-                    self.kind = BackendOutput if text else LLMEngineOutput
-            return take(token_id, index, *text)
-
-        return take_token
+    def _take_token(self, token_id: int, index: int | None, text: str | None = None) -> bool:
+        self.delivered.append(token_id)
+        self.last = _PLAIN.get(index) or _plain(index)
+        if self.kind is None:
+            self.kind = LLMEngineOutput if text is None else BackendOutput
+        take = self._take
+        return take(token_id, index) if text is None else take(token_id, index, text)
 
     def check_kind(self, data: Any) -> type[Output]:
         """Return the class of the first output. Raise ContractViolation for an item without an engine's output."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from anyio.lowlevel import checkpoint
-from attrs import define
+from attrs import define, field
 
 from pipeline import AsyncEngine, CannotConnect, Take
 from pipeline.loop import clock
@@ -131,20 +131,25 @@ class MeteredCall:
 
     begun_s: float
     tokens: int = 0
+    _take: Take | None = field(default=None, init=False)
+
+    def relay(self, take: Take) -> Take:
+        """Return what takes plain tokens and counts them: see `ResponseStream.feed`."""
+        self._take = take
+        return self._take_token
+
+    def _take_token(self, *parts: Any) -> bool:
+        take = self._take
+        assert take is not None, "the stream is fed"
+        if not take(*parts):
+            return False
+        self.tokens += 1
+        return True
 
 
 def count_taken(call: MeteredCall | None, take: Take) -> Take:
     """Return what takes plain tokens and counts those of a metered call."""
-    if call is None:
-        return take
-
-    def take_token(*parts: Any) -> bool:
-        if not take(*parts):
-            return False
-        call.tokens += 1
-        return True
-
-    return take_token
+    return take if call is None else call.relay(take)
 
 
 class CallMeter:

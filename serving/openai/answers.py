@@ -44,7 +44,7 @@ def token_output(token_id: int, index: int | None, text: str) -> BackendOutput:
 class Chunks(ABC):
     """Renders the items of one answer."""
 
-    __slots__ = ("_around", "_choices_per_prompt", "_plain", "_usage", "form")
+    __slots__ = ("_after", "_around", "_before", "_choices_per_prompt", "_last", "_plain", "_usage", "form")
 
     def __init__(self, form: AnswerForm, usage: UsageCount) -> None:
         self.form = form
@@ -54,6 +54,8 @@ class Chunks(ABC):
         self._choices_per_prompt = form.choices_per_prompt
         self._around: dict[int, tuple[bytes, bytes] | None] = {}
         """By choice that has begun: the bytes around its text; None before its second text, and if they change."""
+        self._last, self._before, self._after = -1, b"", b""
+        """The choice of the last text that was put between such bytes, and these bytes. Nearly all have one choice."""
 
     def frame(self, output: BackendOutput, prompt: int = 0) -> bytes | None:
         """Return the event of one item, None if there is nothing to show, as for half a character."""
@@ -61,18 +63,18 @@ class Chunks(ABC):
         if self._plain and output.finish_reason is None:
             if not (text := output.text):
                 return None
-            if (around_text := self._around.get(index)) is not None:
-                return around_text[0] + encode(text) + around_text[1]
             if index in self._around:
-                before, after = self._around[index] = around(self._finished(self._chunk([self._text_choice(index)])))
-                return before + encode(text) + after
+                if (around_text := self._around[index]) is None:
+                    around_text = around(self._finished(self._chunk([self._text_choice(index)])))
+                    self._around[index] = around_text
+                self._last, (self._before, self._after) = index, around_text
+                return self._before + encode(text) + self._after
         return self._whole(output, index)
 
     def token_frame(self, token_id: int, index: int | None, text: str, prompt: int) -> bytes | None:
         """Return the event of an item of one token and its text, and nothing else, as `frame` does."""
-        around_text = self._around.get(prompt * self._choices_per_prompt + (index or 0))
-        if around_text is not None and text:
-            return around_text[0] + encode(text) + around_text[1]
+        if text and self._last == prompt * self._choices_per_prompt + (index or 0):
+            return self._before + encode(text) + self._after
         return self.frame(token_output(token_id, index, text), prompt)
 
     def usage_frame(self) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeAlias, TypeGuard, cast
+from typing import Any, Protocol, TypeAlias, TypeGuard, cast
 
 from attrs import define, evolve, frozen
 from msgspec.json import Encoder
@@ -202,20 +202,29 @@ def around(plain: Any) -> tuple[bytes, bytes]:
     return before, after
 
 
+class CountsTokens(Protocol):
+    """Counts the tokens of one answer, those of all its prompts."""
+
+    @property
+    def output_tokens(self) -> int: ...
+
+
 class UsageCount:
-    """The tokens of one answer so far: the sum over its prompts. A worker's own report of a prompt takes precedence."""
+    """The usage of one answer so far: the sum over its prompts. A worker's own report of a prompt takes precedence.
 
-    __slots__ = ("_cached_tokens", "_prompt_tokens", "_reported", "completion_tokens")
+    The tokens of the answer itself are counted by `counted`, for the metrics, too.
+    """
 
-    def __init__(self, prompts: int = 1) -> None:
-        self.completion_tokens = 0
+    __slots__ = ("_cached_tokens", "_counted", "_prompt_tokens", "_reported")
+
+    def __init__(self, counted: CountsTokens, prompts: int = 1) -> None:
+        self._counted = counted
         self._prompt_tokens: list[int] = [0] * prompts
         self._cached_tokens: list[int | None] = [None] * prompts
         self._reported: CompletionUsage | None = None
 
     def add(self, output: BackendOutput, prompt: int) -> None:
-        """Count one item of that prompt's stream."""
-        self.completion_tokens += len(output.token_ids)
+        """Take note of one item of that prompt's stream."""
         if (usage := output.completion_usage) is not None:
             self._reported = usage
             self.prompt(prompt, usage.prompt_tokens, usage.prompt_tokens_details)
@@ -225,6 +234,10 @@ class UsageCount:
         self._prompt_tokens[prompt] = tokens
         if details is not None and details.cached_tokens is not None:
             self._cached_tokens[prompt] = details.cached_tokens
+
+    @property
+    def completion_tokens(self) -> int:
+        return self._counted.output_tokens
 
     @property
     def prompt_tokens(self) -> int:

@@ -33,7 +33,7 @@ from pipeline.protocols import (
     TopLogprob,
 )
 from pipeline.testing import watch_streams
-from serving.http import app
+from serving.http import HttpOptions, app
 from tests.pipeline.network.worlds import WHERE, two_runtimes
 from tests.serving.worlds import Exchange, chat, complete
 
@@ -55,6 +55,8 @@ class Recipe:
     """Tokens of the first worker before its stream breaks."""
     wrong_at: int | None = None
     """The place of an id that is no token."""
+    index: int | None = None
+    """The index of the only choice."""
 
 
 class Slow(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
@@ -83,7 +85,7 @@ class Slow(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
             for index in range(choices):
                 if context.is_stopped:
                     return
-                chunk = LLMEngineOutput(tokens[at:end], index=index if choices > 1 else None)
+                chunk = LLMEngineOutput(tokens[at:end], index=index if choices > 1 else recipe.index)
                 if (top := request.output_options.logprobs) is not None:
                     chunk.log_probs = [-token / 64 for token in tokens[at:end]]
                     chunk.top_logprobs = [
@@ -114,7 +116,9 @@ def router_of(workers: Workers[Any, Any]) -> KvRouter:
 
 
 @asynccontextmanager
-async def serving(recipe: Recipe, *, is_fed: bool, is_kv: bool = False, **options: Any) -> AsyncIterator[Served]:
+async def serving(
+    recipe: Recipe, *, is_fed: bool, is_kv: bool = False, http: HttpOptions | None = None, **options: Any
+) -> AsyncIterator[Served]:
     """Serve chats with these workers; the streams of the second one never break."""
     fed, made, model, feed = list[int](), list[int](), Model.byte_level("m"), RemoteStream.feed
 
@@ -135,7 +139,7 @@ async def serving(recipe: Recipe, *, is_fed: bool, is_kv: bool = False, **option
             await anyio.sleep(1.0)
             stages, pool = Preprocess(model) >> Migration(3) >> Detokenize(model), PushRouter(workers)
             graph = stages >> KvPushRouter(router_of(workers)) >> pool if is_kv else stages >> pool
-            yield Served(app({"m": graph}), fed, made)
+            yield Served(app({"m": graph}, options=http), fed, made)
     assert streams.open == []
 
 
@@ -292,8 +296,19 @@ async def test_a_client_that_does_not_read_holds_its_worker_back(how: str) -> No
                 assert len(served.fed) > fed + 10, "it is fed again"
 
 
+async def test_fed_tokens_are_no_silence() -> None:
+    async with serving(Recipe((1.0,)), is_fed=True, http=HttpOptions(silence_timeout_s=10)) as served:
+        exchange = await chat(served.app, stream=True, max_tokens=100).run()
+    assert exchange.text == TEXT
+    assert "error" not in exchange.chunks[-1]
+    assert len(served.fed) == ALL - 2
+
+
+@pytest.mark.parametrize("index", [None, 0])
 @pytest.mark.parametrize("decodes", [True, False])
-async def test_an_answer_that_breaks_after_its_last_token_ends_with_length_if_all_were_fed(decodes: bool) -> None:
+async def test_an_answer_that_breaks_after_its_last_token_ends_with_length_if_all_were_fed(
+    decodes: bool, index: int | None
+) -> None:
     fed: list[tuple[Any, ...]] = []
 
     def take(*parts: object) -> bool:
@@ -301,7 +316,7 @@ async def test_an_answer_that_breaks_after_its_last_token_ends_with_length_if_al
         return True
 
     async with two_runtimes("tcp") as (worker, caller):
-        await worker.serve(WHERE, Slow(Recipe((0.01,), breaks_after=2), [], breaks=True), instance_id=1)
+        await worker.serve(WHERE, Slow(Recipe((0.01,), breaks_after=2, index=index), [], breaks=True), instance_id=1)
         workers = caller.workers(WHERE, Annotated[LLMEngineOutput])
         await workers.wait_for_instances()
         below = Detokenize(Model.byte_level("m")) >> PushRouter(workers) if decodes else PushRouter(workers)
@@ -309,9 +324,9 @@ async def test_an_answer_that_breaks_after_its_last_token_ends_with_length_if_al
         async with await (Migration(3) >> below).generate(Context(request)) as stream:
             assert stream.feed(take, Gate())
             (end,) = [item.ok().into_data() async for item in stream]
-    assert fed == ([(87, None, "W"), (195, None, "")] if decodes else [(87, None), (195, None)])
+    assert fed == ([(87, index, "W"), (195, index, "")] if decodes else [(87, index), (195, index)])
     assert type(end) is (BackendOutput if decodes else LLMEngineOutput)
-    assert end.finish_reason == FinishReason.LENGTH
+    assert (end.finish_reason, end.index) == (FinishReason.LENGTH, index)
 
 
 async def test_a_failure_of_the_reply_ends_the_request_as_it_does_for_an_item_that_is_read() -> None:

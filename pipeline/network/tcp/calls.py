@@ -73,9 +73,9 @@ class RemoteCall:
 
     __slots__ = (
         "_bodies", "_bytes", "_bytes_max", "_connection", "_control", "_error", "_forget", "_gate", "_grant_bytes",
-        "_grant_items", "_has_begun", "_instance", "_is_due", "_is_over", "_items", "_items_max", "_plain",
-        "_read_bytes", "_read_items", "_reader", "_sending", "_stream", "_take", "_token", "_wakeup", "request",
-        "watch",
+        "_grant_items", "_has_begun", "_instance", "_is_awaited", "_is_due", "_is_over", "_items", "_items_max",
+        "_plain", "_read_bytes", "_read_items", "_reader", "_sending", "_stream", "_take", "_token", "_wakeup",
+        "request", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -109,6 +109,8 @@ class RemoteCall:
         """A lone token that came with what is handled now, of a call that is fed."""
         self._is_due = False
         """Whether `deliver` is to be called."""
+        self._is_awaited = False
+        """Whether the reader waits and was not woken. Known here: at each token another object would be looked up."""
 
     # -- calling
 
@@ -197,7 +199,7 @@ class RemoteCall:
     def _on_kill(self) -> None:
         self._leave(framing.KILL)
         self._drop()
-        self._wakeup.wake()
+        self._wake()
 
     def release(self) -> None:
         """End the call, wherever it is."""
@@ -221,13 +223,17 @@ class RemoteCall:
                 self._connection.send(kind, self._stream)
                 self._connection.remove(self._stream)
 
+    def _wake(self) -> None:
+        self._is_awaited = False
+        self._wakeup.wake()
+
     # -- what the connection brings
 
     def on_begun(self) -> None:
         if self._has_begun:
             raise InvalidMessage("a stream began twice")
         self._has_begun = True
-        self._wakeup.wake()
+        self._wake()
 
     def on_items(self, body: bytes) -> bool:
         """Take a list of items. Return whether to call `deliver` when all that came with it was handled."""
@@ -256,7 +262,7 @@ class RemoteCall:
         self._queue_token()
         self._bodies.append(body)
         if self._take is None:
-            self._wakeup.wake()
+            self._wake()
             return False
         was_due, self._is_due = self._is_due, True
         return not was_due
@@ -271,8 +277,7 @@ class RemoteCall:
         """Have a plain item taken if it came alone and the reader waits; else wake the reader."""
         self._is_due = False
         take, token_id, index, size_bytes = self._take, self._token, None, 0
-        may_be_taken = self._gate.is_open and self._wakeup.is_awaited and self._control.state is not KILLED
-        if take is not None and may_be_taken:
+        if self._is_awaited and take is not None and self._gate.is_open and self._control.state is not KILLED:
             if token_id is None and len(bodies := self._bodies) == 1 and (plain := self._plain(bodies[0])) is not None:
                 (token_id, index), size_bytes = plain, len(bodies[0])
             if token_id is not None:
@@ -289,14 +294,14 @@ class RemoteCall:
                     return
         self._queue_token()
         if self._bodies:
-            self._wakeup.wake()
+            self._wake()
 
     def _fail(self, error: Exception) -> None:
         """End the call, because a stage that takes its items failed."""
         self._leave(framing.CLOSE)
         self._drop()
         self._error = error
-        self._wakeup.wake()
+        self._wake()
 
     def on_end(self, error: PenstockError | None) -> None:
         self._is_over = True
@@ -305,7 +310,7 @@ class RemoteCall:
             self._connection.take_back(self._sending)
             self._connection.send(framing.CLOSE, self._stream)
         self._error = error
-        self._wakeup.wake()
+        self._wake()
 
     def on_lost(self, reason: TransportError) -> None:
         self.on_end(self._lost(reason))
@@ -328,6 +333,8 @@ class RemoteCall:
         try:
             while True:
                 while bodies:
+                    if self.request.is_killed:  # by another thread: `_on_kill` is called in the next turn
+                        return
                     try:
                         items, count, size_bytes = decode(bodies)
                     except Exception as error:  # a record's own check may raise anything
@@ -342,6 +349,7 @@ class RemoteCall:
                 if self._is_over:
                     self._raise_the_end()
                     return
+                self._is_awaited = True
                 await self._wakeup.wait()
         except Exception as error:
             released.release()

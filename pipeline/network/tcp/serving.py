@@ -7,7 +7,7 @@ from typing import Any
 
 import anyio
 
-from pipeline import AsyncEngine, Context, Disconnected, Gate, InvalidArgument, Take, to_error
+from pipeline import AsyncEngine, Context, Disconnected, Gate, InvalidArgument, to_error
 from pipeline.foreign import raise_if_ours
 from pipeline.wire import from_plain, item_to_msgpack, token_to_msgpack
 
@@ -87,7 +87,7 @@ class TcpServing(Serving):
         async with await self._engine.generate(request) as stream:
             call.begin()
             if is_short and self._gives_tokens:
-                stream.feed(count_taken(metered, _token_taker(call, gate)), gate)
+                stream.feed(count_taken(metered, _TokenTaker(call, gate).take), gate)
             async for item in stream:
                 if not gate.is_open:
                     await call.room()
@@ -108,13 +108,18 @@ class TcpServing(Serving):
             self._idle.set()
 
 
-def _token_taker(call: ServedCall, gate: Gate) -> Take:
-    """Return what sends plain tokens while the task that serves the call waits for its engine."""
+class _TokenTaker:
+    """Sends plain tokens while the task that serves the call waits for its engine."""
 
-    def take(token_id: int, index: int | None) -> bool:
+    __slots__ = ("_call", "_gate")
+
+    def __init__(self, call: ServedCall, gate: Gate) -> None:
+        self._call, self._gate = call, gate
+
+    def take(self, token_id: int, index: int | None) -> bool:
+        """See `pipeline.Take`."""
+        call = self._call
         has_room = call.send_token(token_id) if index is None else call.send_item(token_to_msgpack(token_id, index))
         if not has_room:
-            gate.is_open = False  # the task, which gets the next item, can wait for room
+            self._gate.is_open = False  # the task, which gets the next item, can wait for room
         return True
-
-    return take

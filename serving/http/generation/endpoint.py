@@ -207,7 +207,7 @@ class GenerationEndpoint:
             model.graph,
             context,
             prompts,
-            UsageCount(len(prompts)),
+            UsageCount(meter, len(prompts)),
             meter,
             service.availability,
             RequestClock(service.time_limits, meter.started_s),

@@ -29,7 +29,6 @@ from pipeline import (
     Gate,
     ResponseTimeout,
     StreamIncomplete,
-    Take,
     Unavailable,
     to_error,
 )
@@ -91,7 +90,7 @@ class Generation:
     is_complete: bool = field(init=False, default=False)
     """Whether every stream is read and closed."""
     items: int = field(init=False, default=0)
-    """Items read so far."""
+    """Items read so far, without plain tokens."""
     _readers: int = field(init=False, default=0)
     """Streams that are read now."""
     _waiting: int = field(init=False, default=0)
@@ -233,30 +232,13 @@ class Generation:
                 if not begun and (output is not None or leading > LEADING_ANNOTATIONS_MAX):
                     begun = True
                     reply.begin()
-                    stream.feed(self._token_taker(prompt, reply, gate), gate)
+                    stream.feed(_TokenTaker(self, prompt, reply, gate).take, gate)
                 if full and begun:
                     await self._wait_for_client(reply)
         self._readers -= 1
         self.finished = self.finished or finished
         if not finished:
             self._raise_short_end(context, begun=begun)
-
-    def _token_taker(self, prompt: int, reply: Reply, gate: Gate) -> Take:
-        """Return what takes the plain tokens of a prompt while `_read` waits, as `_read` does items."""
-        meter, usage = self.meter, self.usage
-
-        def take(token_id: int, index: int | None, text: str = "") -> bool:
-            self.items += 1
-            try:
-                meter.add_tokens(1)
-                usage.completion_tokens += 1
-                if reply.take_token(token_id, index, text, prompt):
-                    gate.is_open = False  # the reader, which gets the next item, can wait for the client
-            except Exception as error:
-                self._end_early(error)
-            return True
-
-        return take
 
     def _raise_short_end(self, context: Context[OpenAIRequest], *, begun: bool) -> None:
         """Raise the known reason why a stream ended without a finish reason, if there is one."""
@@ -300,7 +282,7 @@ class Generation:
 
     def check_time(self, now_s: float) -> None:
         """End the request if it is beyond a limit of time; called now and then."""
-        reply, clock = self._reply, self.clock
+        reply, clock, items = self._reply, self.clock, self.items + self.meter.output_tokens
         if self.client_gone:
             return
         if reply is not None and clock.stalled_write(now_s, reply.write) is not None:
@@ -310,12 +292,12 @@ class Generation:
                 self._drop_client()
         elif (limit := clock.lasted_too_long(now_s)) is not None:
             text = "The request took longer than the server allows"
-            self._end_early(Refusal(504, text, "response_timeout", exceeded=limit))
+            self.end_early(Refusal(504, text, "response_timeout", exceeded=limit))
         # If every stream that is read waits for the client, no engine is to blame.
-        elif (limit := clock.silence(now_s, self.items, is_excused=0 < self._readers == self._waiting)) is not None:
+        elif (limit := clock.silence(now_s, items, is_excused=0 < self._readers == self._waiting)) is not None:
             error = ResponseTimeout("the engine was silent for too long")
             error.exceeded = limit
-            self._end_early(error)
+            self.end_early(error)
 
     def lose_client(self) -> None:
         """End the request because a write showed that the client is gone."""
@@ -327,7 +309,7 @@ class Generation:
         if self._reply is not None:
             self._reply.abandon()
 
-    def _end_early(self, reason: Exception) -> None:
+    def end_early(self, reason: Exception) -> None:
         """Kill the request, which then fails with this error, unless it ends already."""
         if self._cut is None and not self.client_gone and not self.is_complete:
             self._cut = reason
@@ -338,6 +320,29 @@ class Generation:
         self.context.kill()
         if self._cancel_kill_timer is None and not self.is_complete:
             self._cancel_kill_timer = call_later(KILL_GRACE_S, self._reading.cancel)
+
+
+class _TokenTaker:
+    """Takes the plain tokens of one prompt while `Generation._read` waits, as that does items.
+
+    It touches as few objects of its request as it can: by the time of the next token none is in the processor's cache.
+    """
+
+    __slots__ = ("_gate", "_generation", "_meter", "_prompt", "_reply")
+
+    def __init__(self, generation: Generation, prompt: int, reply: Reply, gate: Gate) -> None:
+        self._generation, self._meter = generation, generation.meter
+        self._prompt, self._reply, self._gate = prompt, reply, gate
+
+    def take(self, token_id: int, index: int | None, text: str = "") -> bool:
+        """See `pipeline.Take`."""
+        try:
+            self._meter.add_token()
+            if self._reply.take_token(token_id, index, text, self._prompt):
+                self._gate.is_open = False  # the reader, which gets the next item, can wait for the client
+        except Exception as error:
+            self._generation.end_early(error)
+        return True
 
 
 def _lost_request(error: BaseException) -> Exception:

@@ -96,7 +96,7 @@ class ReplyWriter:
             self._keep_alive.postpone()
         # Once per token: at once, if nothing waits before it and the client reads.
         write = self._write_part if self._begun and self._task is None else None
-        if write is not None and not (self._frames or self._finished or self._gone):
+        if write is not None and not (self._waiting_bytes or self._finished or self._gone):
             try:
                 if write(frame):
                     return False

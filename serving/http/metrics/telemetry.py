@@ -108,6 +108,16 @@ class RequestSeries:
         self.cached_tokens = metrics.recorder("cached_tokens", model=model)
         self.output_tokens = metrics.recorder("output_sequence_tokens", model=model)
         self.all_output_tokens = metrics.recorder("output_tokens_total", model=model)
+        self._at_s = 0.0
+
+    def at(self, now_s: float) -> float:
+        """Return the time as one object for all requests that are recorded at it.
+
+        Of what a request keeps between two tokens, nothing is in the processor's cache at the second one.
+        """
+        if now_s != self._at_s:
+            self._at_s = now_s
+        return self._at_s
 
 
 # -- gauges that are read when the metrics are

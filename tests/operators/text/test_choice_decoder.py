@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from operators import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
-from operators.text.detokenize import ChoiceDecoder, StopRules
+from operators.text.choice_decoder import ChoiceDecoder, StopRules
 from pipeline.protocols import FinishReason, PreprocessedRequest, SamplingOptions, StopConditions
 
 EOS = ByteTokenizer.eos_token_id

@@ -9,6 +9,7 @@ import pytest
 from attrs import evolve
 
 from operators import ByteTokenizer, Detokenize, Model
+from operators.text.detokenize import Decoding
 from pipeline import Annotated, Context, Disconnected, Segment, Unknown, link
 from pipeline.protocols import (
     BackendOutput,
@@ -74,6 +75,23 @@ async def test_each_item_keeps_its_shape_and_gains_its_text() -> None:
     }
     items, _ = await decode([Annotated(LLMEngineOutput([97, 98], index=0, **fields), id="x", comment=["c"])])
     assert items == [Annotated(BackendOutput([97, 98], ["a", "b"], "ab", index=0, **fields), id="x", comment=["c"])]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_plain_token_behind_the_end_of_its_choice_or_of_none_is_left_to_the_reader(n: int) -> None:
+    taken: list[tuple[Any, ...]] = []
+
+    def take(*parts: Any) -> bool:
+        taken.append(parts)
+        return True
+
+    decoding = Decoding(ByteTokenizer(), tokens_request(n))
+    take_token = decoding.relay(take)
+    assert take_token(97, 0)
+    assert not take_token(98, n), "there is no such choice"
+    assert decoding.convert(chunk("b", 0, finish_reason=FinishReason.LENGTH)) is not None
+    assert not take_token(99, 0)
+    assert taken == [(97, 0, "a")]
 
 
 async def test_items_with_an_event_or_without_data_pass_untouched() -> None:
@@ -334,7 +352,7 @@ async def test_whatever_a_decoder_raises_is_an_error_of_the_tree(
     if at_once:
         monkeypatch.setattr(model.tokenizer, "decoder", panic)
     else:
-        monkeypatch.setattr("operators.text.detokenize.ChoiceDecoder.feed", panic)
+        monkeypatch.setattr("operators.text.choice_decoder.ChoiceDecoder.feed", panic)
     graph: Segment[Any, Any] = link(Detokenize(model), below)
     with watch_streams() as streams, pytest.raises(Unknown, match="Panic: index out of bounds"):
         await (await graph.generate(Context(tokens_request()))).collect()

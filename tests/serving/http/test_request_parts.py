@@ -15,7 +15,8 @@ from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 from serving.http import HttpOptions
 from serving.http.body import parse, repair
 from serving.openai import one_per_prompt
-from serving.openai.form import PLACE, UsageCount, around, encode, event
+from serving.openai.form import PLACE, around, encode, event
+from tests.serving.openai.usage_counts import usage_count
 
 
 @pytest.mark.parametrize(
@@ -79,14 +80,14 @@ def output(tokens: int, usage: CompletionUsage | None = None) -> BackendOutput:
 
 
 def test_completion_tokens_are_counted_and_prompt_tokens_believed() -> None:
-    usage = UsageCount()
+    usage = usage_count(tokens=3)
     usage.add(output(2), 0)
     usage.add(output(1, CompletionUsage.of(7, 99)), 0)
     assert usage.total() == CompletionUsage.of(7, 3)
 
 
 def test_prompts_of_a_batch_are_summed() -> None:
-    usage = UsageCount(3)
+    usage = usage_count(3, tokens=4)
     usage.add(output(1, CompletionUsage(7, 1, 8, PromptTokensDetails(cached_tokens=2))), 0)
     usage.add(output(2, CompletionUsage(5, 2, 7, PromptTokensDetails(cached_tokens=3))), 1)
     usage.add(output(1, CompletionUsage.of(1, 1)), 2)
@@ -94,7 +95,7 @@ def test_prompts_of_a_batch_are_summed() -> None:
 
 
 def test_details_of_one_prompt_are_passed_on() -> None:
-    usage, details = UsageCount(), CompletionTokensDetails(reasoning_tokens=3)
+    usage, details = usage_count(tokens=4), CompletionTokensDetails(reasoning_tokens=3)
     usage.add(output(4, CompletionUsage(7, 4, 11, PromptTokensDetails(audio_tokens=1), details)), 0)
     assert usage.total() == CompletionUsage(7, 4, 11, PromptTokensDetails(audio_tokens=1), details)
 

@@ -22,8 +22,9 @@ from pipeline.protocols.openai import (
     ResponseMessage,
 )
 from pipeline.wire import to_plain
-from serving.openai import Answer, AnswerForm, ChatAnswer, CompletionAnswer, UsageCount
+from serving.openai import Answer, AnswerForm, ChatAnswer, CompletionAnswer
 from serving.openai.form import LogprobForm
+from tests.serving.openai.usage_counts import usage_count
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=4) | st.sampled_from(
     ['"', '"content":""', '"content":[]', '"text":""', '"tokens":[]', '"choices":[]', "\\", "\0", "ü", "x" * 20_000]
@@ -59,7 +60,7 @@ def form(logprobs: LogprobForm | None, **fields: Any) -> AnswerForm:
 
 
 def of(kind: type[Answer], form: AnswerForm, outputs: list[BackendOutput]) -> Any:
-    answer = kind(form, UsageCount(1))
+    answer = kind(form, usage_count(1))
     for output in outputs:
         answer.add(output)
     parts = answer.json_parts()
@@ -125,7 +126,7 @@ def test_the_ids_of_all_tokens_are_joined() -> None:
 
 
 def test_half_a_character_is_no_json() -> None:
-    answer = ChatAnswer(form(None), UsageCount(1))
+    answer = ChatAnswer(form(None), usage_count(1))
     with pytest.raises(CodecError):
         answer.add(BackendOutput([1], ["\ud800"], "\ud800"))
 
@@ -137,7 +138,7 @@ def test_neither_an_item_nor_the_end_of_a_long_answer_takes_long(kind: type[Answ
     output = BackendOutput([1], ["some"], "some", log_probs=[-1.0], top_logprobs=top)
     times_s = []
     for _ in range(3):
-        answer, longest_s = kind(form(LogprobForm(20)), UsageCount(1)), 0.0
+        answer, longest_s = kind(form(LogprobForm(20)), usage_count(1)), 0.0
         for _ in range(5_000):
             before_s = time.thread_time()
             answer.add(output)

@@ -21,9 +21,9 @@ from serving.openai import (
     Chunks,
     CompletionAnswer,
     CompletionChunks,
-    UsageCount,
 )
 from serving.openai.form import LogprobForm
+from tests.serving.openai.usage_counts import usage_count
 
 FORM = AnswerForm(id="chatcmpl-1", created=1, model="m")
 APIS = [(ChatChunks, ChatAnswer), (CompletionChunks, CompletionAnswer)]
@@ -41,7 +41,7 @@ outputs = st.lists(
 
 
 def rendered(make: type[Chunks], form: AnswerForm, items: list[BackendOutput]) -> list[Any]:
-    chunks = make(form, UsageCount(form.prompts))
+    chunks = make(form, usage_count(form.prompts))
     frames = [frame for item in items if (frame := chunks.frame(item)) is not None]
     assert all(frame.startswith(b"data: ") and frame.endswith(b"\n\n") for frame in frames)
     assert all(frame.count(b"\n") == 2 for frame in frames)
@@ -66,7 +66,7 @@ texts = st.lists(st.tuples(st.integers(0, 9), st.none() | st.integers(0, 2), st.
 )
 def test_a_token_gives_the_bytes_of_its_item(make: Any, tokens: list[Any], prompt: int, extra: frozenset[str]) -> None:
     form = evolve(FORM, prompts=2, choices_per_prompt=3, extra_fields=extra)
-    by_token, by_item = make(form, UsageCount(2)), make(form, UsageCount(2))
+    by_token, by_item = make(form, usage_count(2)), make(form, usage_count(2))
     for token_id, index, text in tokens:
         item = BackendOutput([token_id], [text or None], text or None, index=index)
         assert by_token.token_frame(token_id, index, text, prompt) == by_item.frame(item, prompt)
@@ -85,7 +85,7 @@ def test_every_chunk_is_one_of_openai(make: Any, items: list[BackendOutput]) -> 
 def test_chunks_and_the_whole_answer_have_the_same_text(
     make: Any, fold: type[Answer], items: list[BackendOutput]
 ) -> None:
-    answer = fold(FORM, UsageCount())
+    answer = fold(FORM, usage_count())
     for item in items:
         answer.add(item)
     choices = json.loads(b"".join(answer.json_parts()))["choices"]
@@ -140,7 +140,7 @@ def test_completion_log_probabilities_have_offsets_that_go_on() -> None:
 @pytest.mark.parametrize(("make", "fold"), APIS)
 def test_the_whole_answer_has_the_log_probabilities_of_all_chunks(make: Any, fold: type[Answer]) -> None:
     form = evolve(FORM, logprobs=LogprobForm())
-    answer = fold(form, UsageCount())
+    answer = fold(form, usage_count())
     for _ in range(2):
         answer.add(SCORED)
     whole = json.loads(b"".join(answer.json_parts()))["choices"][0]["logprobs"]

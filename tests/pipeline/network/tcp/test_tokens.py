@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
+from threading import Thread
 from typing import Any
 
 import anyio
@@ -191,13 +193,23 @@ async def test_a_token_of_a_numbered_choice_keeps_its_number(open_streams: OpenS
     assert (client.seen, client.error) == ([fed(7), read()], None)
 
 
-async def test_a_token_that_kills_another_request_is_the_last_of_their_frame(open_streams: OpenStreams) -> None:
+def kill_in_a_thread(context: Context[Any]) -> None:
+    """Kill a request from another thread; its callbacks run on the next turn of the loop."""
+    killing = Thread(target=context.kill)
+    killing.start()
+    killing.join()
+
+
+@pytest.mark.parametrize("kills", [Context.kill, kill_in_a_thread])
+async def test_a_token_that_kills_another_request_is_the_last_of_their_frame(
+    kills: Callable[[Context[Any]], None], open_streams: OpenStreams
+) -> None:
     contexts = [Context[Any]([PAUSE, offer(1), PAUSE, LAST]) for _ in range(2)]
     clients = [Client(), Client()]
     async with pair() as world:
         _, engine = await world.serve(OfferingEngine(), KIND)
         for number, client in enumerate(clients):
-            client.on_take = contexts[1 - number].kill
+            client.on_take = partial(kills, contexts[1 - number])
         async with anyio.create_task_group() as tasks:
             for client, context in zip(clients, contexts, strict=True):
                 tasks.start_soon(client.read, engine, [], context)

@@ -155,6 +155,19 @@ async def test_the_gap_before_an_item_is_shared_by_its_tokens(telemetry: Telemet
     assert seen['output_tokens_total{model="m"}'] == 5
 
 
+async def test_tokens_that_come_alone_are_counted_as_items_of_one(telemetry: Telemetry) -> None:
+    with RequestMeter.of(telemetry, "m", "completions", streams=True) as meter:
+        for gap_s in (0.3, 0.1, 0.2):
+            await anyio.sleep(gap_s)
+            meter.add_token()
+    seen = samples(telemetry)
+    assert seen['time_to_first_token_seconds_count{model="m"}'] == 1
+    assert seen['time_to_first_token_seconds_sum{model="m"}'] == pytest.approx(0.3)
+    assert seen['inter_token_latency_seconds_count{model="m"}'] == 2
+    assert seen['inter_token_latency_seconds_sum{model="m"}'] == pytest.approx(0.3)
+    assert (seen['output_tokens_total{model="m"}'], meter.output_tokens) == (3, 3)
+
+
 async def test_a_request_without_a_verdict_is_an_internal_error(telemetry: Telemetry) -> None:
     with RequestMeter.of(telemetry, "m", "completions", streams=False):
         pass
