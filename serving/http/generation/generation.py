@@ -337,7 +337,7 @@ class _TokenTaker:
     def take(self, token_id: int, index: int | None, text: str = "") -> bool:
         """See `pipeline.Take`."""
         try:
-            self._meter.add_token()
+            self._meter.add_tokens(1)
             if self._reply.take_token(token_id, index, text, self._prompt):
                 self._gate.is_open = False  # the reader, which gets the next item, can wait for the client
         except Exception as error:

@@ -84,28 +84,18 @@ class RequestMeter:
         """Count the tokens of one item. The first tokens give the time to the first token and no gap."""
         if not count:
             return
-        now = self._series.at(self._now())
+        series = self._series
+        now = series.at(self._now())
         if self._has_begun:
-            self._series.gaps_s((now - self._last_s) / count, count)
+            series.gaps_s((now - self._last_s) / count, count)
         else:
             self._has_begun = True
             self.first_tokens_s = now - self.started_s
-            self._series.queued(-1)
-            self._series.active(1)
-            self._series.first_token_s(self.first_tokens_s)
+            series.queued(-1)
+            series.active(1)
+            series.first_token_s(self.first_tokens_s)
         self._last_s = now
         self.output_tokens += count
-
-    def add_token(self) -> None:
-        """Count one token, as `add_tokens` does."""
-        if not self._has_begun:
-            self.add_tokens(1)
-            return
-        series = self._series
-        now = series.at(self._now())
-        series.gaps_s(now - self._last_s, 1)
-        self._last_s = now
-        self.output_tokens += 1
 
     def add_finish_reason(self, reason: FinishReason) -> None:
         """Record why one choice ended."""

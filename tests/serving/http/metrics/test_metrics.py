@@ -159,7 +159,7 @@ async def test_tokens_that_come_alone_are_counted_as_items_of_one(telemetry: Tel
     with RequestMeter.of(telemetry, "m", "completions", streams=True) as meter:
         for gap_s in (0.3, 0.1, 0.2):
             await anyio.sleep(gap_s)
-            meter.add_token()
+            meter.add_tokens(1)
     seen = samples(telemetry)
     assert seen['time_to_first_token_seconds_count{model="m"}'] == 1
     assert seen['time_to_first_token_seconds_sum{model="m"}'] == pytest.approx(0.3)
