@@ -22,7 +22,7 @@ from pipeline import Annotated, AsyncEngine, Context, EngineShutdown, PenstockEr
 from pipeline.errors import TransportError
 from pipeline.network import EndpointId, EndpointWorkers, Instance, Runtime
 from pipeline.network.discovery import Discovery
-from pipeline.network.tcp import Address, TcpRequestPlane
+from pipeline.network.tcp import Address, TcpOptions, TcpRequestPlane
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 from tests.pipeline.network.memory_network import MemoryListener
 from tests.pipeline.network.tcp.worlds import RawPeer
@@ -103,13 +103,18 @@ class Cluster:
     tasks: TaskGroup
     numbers: Iterator[int] = field(factory=lambda: count(1))
 
-    async def worker(self, step_s: float = 0.0) -> Process:
-        """Start a worker."""
-        process: Process = await self.tasks.start(self._run_worker, Counting(step_s))
+    async def worker(self, step_s: float = 0.0, port: int = 0) -> Process:
+        """Start a worker; at a port that is free."""
+        process: Process = await self.tasks.start(self._run_worker, Counting(step_s), port)
         return process
 
-    async def _run_worker(self, engine: Counting, *, task_status: TaskStatus[Process]) -> None:
-        async with self.world.runtime(graceful_timeout_s=0) as runtime:
+    async def successor(self, killed: Process) -> Process:
+        """Start the next worker where one was killed, which is announced still."""
+        return await self.worker(killed.engine.step_s, Address.parse(killed.plane.transport["tcp"]).port)
+
+    async def _run_worker(self, engine: Counting, port: int, *, task_status: TaskStatus[Process]) -> None:
+        options = TcpOptions(has_unix_socket=False, port=port)
+        async with self.world.runtime(options=options, graceful_timeout_s=0) as runtime:
             process = Process(self.world, next(self.numbers), runtime, engine)
             await runtime.serve(WHERE, engine, instance_id=process.instance_id)
             task_status.started(process)
@@ -238,6 +243,38 @@ async def test_workers_that_are_killed_under_load_cost_a_request_no_more_than_th
                 assert await restarted.ask() is None
                 assert await restarted.ask_many(20) == [None] * 20
         assert results == [None] * 160
+
+
+@ROUTERS
+async def test_workers_that_are_replaced_at_their_addresses_cost_a_request_no_more_than_that(router: str) -> None:
+    """The killed ones are announced for a lease more, and what answers at their addresses does not serve them."""
+    async with cluster() as processes:
+        results, living = list[PenstockError | None](), list[Process]()
+        workers = [await processes.worker(step_s=0.1) for _ in range(8)]
+        async with processes.front_end(router) as front_end, anyio.create_task_group() as tasks:
+            await front_end.workers.wait_for_instances(8)
+            await anyio.sleep(1)
+
+            async def load() -> None:
+                for _ in range(10):
+                    results.append(await front_end.ask())
+
+            for _ in range(16):
+                tasks.start_soon(load)
+            await anyio.sleep(1.05)
+            for each in workers[:6]:
+                each.kill()
+            living += [*workers[6:], *[await processes.successor(each) for each in workers[:6]]]
+            await front_end.workers.wait_for_instances(14)
+            await anyio.sleep(0.01)
+            assert front_end.push.health.view.routable == tuple(sorted(each.instance_id for each in living))
+            assert await front_end.ask_many(50) == [None] * 50
+            async with processes.front_end(router) as restarted:
+                await restarted.workers.wait_for_instances(14)
+                assert await restarted.ask_many(50) == [None] * 50
+                assert restarted.push.health.view.cooling_down == {}
+        assert results == [None] * 160
+        assert all(each.engine.requests for each in living)
 
 
 async def test_a_request_tries_only_instances_that_may_be_there() -> None:
@@ -440,9 +477,9 @@ async def test_a_pool_without_a_router_opens_no_connection() -> None:
 # -- any order of events
 
 
-Step = tuple[Literal["start", "announce", "refuse", "accept", "reset", "kill", "cut all", "wait"], int]
+Step = tuple[Literal["start", "announce", "refuse", "accept", "reset", "kill", "replace", "cut all", "wait"], int]
 STEPS = st.tuples(
-    st.sampled_from(["start", "announce", "refuse", "accept", "reset", "kill", "cut all", "wait", "wait"]),
+    st.sampled_from(["start", "announce", "refuse", "accept", "reset", "kill", "replace", "cut all", "wait", "wait"]),
     st.integers(0, 7),
 )
 
@@ -455,13 +492,18 @@ async def test_whatever_comes_refuses_accepts_and_vanishes_a_request_finds_a_wor
     """After each step a request succeeds if a process was connected before and accepts connections. At the end all are
     connected that accept, and these are routable. Requests that cannot succeed fail soon, with a type."""
     async with cluster() as processes:
-        workers = list[Process]()
+        workers, replaced = list[Process](), list[Process]()
         async with processes.front_end(router) as front_end:
             for what, value in steps:
                 steady = [each for each in workers if front_end.is_connected(each)]
-                chosen = workers[value % len(workers)] if workers else None
+                at_address = [each for each in workers if each not in replaced]
+                chosen = at_address[value % len(at_address)] if at_address else None
                 if what == "start" and len(workers) < 8:
                     workers.append(await processes.worker())
+                elif what == "replace" and chosen is not None:
+                    chosen.kill()
+                    replaced.append(chosen)
+                    workers.append(await processes.successor(chosen))
                 elif what == "announce":
                     await processes.announce_dead(value % 3)
                 elif what == "cut all":
@@ -472,7 +514,7 @@ async def test_whatever_comes_refuses_accepts_and_vanishes_a_request_finds_a_wor
                     getattr(chosen, what)()
                 begun_s, result = anyio.current_time(), await front_end.ask()
                 # The connection that breaks may be that of the request, which then goes on with another worker.
-                needed = 2 if what in ("reset", "cut all") else 1
+                needed = 2 if what in ("reset", "replace", "cut all") else 1
                 present = front_end.workers.instance_ids()
                 if sum(each.listener is None and each.instance_id in present for each in steady) >= needed:
                     assert result is None, (what, result)

@@ -179,6 +179,7 @@ class Connection(LinkHandler):
             window_items=options.window_items,
             window_bytes=options.window_bytes,
             has_parts=True,
+            process=self._shared.process,
         )
         self.send(framing.HELLO, 0, to_msgpack(hello))
         self._timer = self._scheduler.schedule_relative(options.connect_timeout_s, self._check_open)

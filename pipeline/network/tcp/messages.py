@@ -37,6 +37,8 @@ class Hello:
     """Bytes of them."""
     has_parts: bool = False
     """Whether this side takes long bodies in parts."""
+    process: str = ""
+    """Names this process; empty if its version does not."""
 
 
 @frozen

@@ -9,6 +9,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
@@ -29,7 +30,8 @@ from .links import Address, Listener, Network
 from .machine import machine_id
 from .messages import CallHead
 from .options import TcpOptions
-from .peers import Outgoing, Peer
+from .peer import Peer
+from .peers import Outgoing
 from .service import ServedCall, ServedConnection
 from .serving import TcpServing
 from .shared import Shared
@@ -44,6 +46,8 @@ Out = TypeVar("Out")
 _log = logging.getLogger(__name__)
 _FAULT_LINES = 10
 """Lines of log for connections closed for faults, in some seconds."""
+_PROCESS_BYTES = 8
+"""Random bytes of a process's name."""
 _UNPROVED_MAX = 256
 """Connections that may be open at a time without having proved that they know the token."""
 
@@ -54,9 +58,11 @@ class TcpRequestPlane(RequestPlane):
     `metrics`, of the component family, count the requests of each instance served here. `network` makes the
     connections: by default sockets. `scheduler` runs the calls.
 
-    The instances it serves are announced with `transport` = `{"tcp": "host:port", "unix": path, "host": machine}`;
-    a caller on the same machine takes the unix socket. One connection to each process carries all calls to it. It is
-    made by the first one, and again after its loss; or ahead of calls where it is kept.
+    The instances it serves are announced with `transport` =
+    `{"tcp": "host:port", "process": name, "unix": path, "host": machine}`; a caller on the same machine takes the unix
+    socket. A process of another name at these addresses, as the next one at a fixed port, gets no calls of theirs:
+    CannotConnect. One connection to each process carries all calls to it. It is made by the first one, and again after
+    its loss; or ahead of calls where it is kept.
     """
 
     def __init__(
@@ -71,7 +77,8 @@ class TcpRequestPlane(RequestPlane):
         self._scheduler = scheduler
         self._metrics = metrics
         self._network = network or SocketNetwork(scheduler, self.options)
-        self._shared = Shared(scheduler, self.options, LogLimit(_log, lines=_FAULT_LINES))
+        self._process = token_hex(_PROCESS_BYTES)
+        self._shared = Shared(scheduler, self.options, LogLimit(_log, lines=_FAULT_LINES), self._process)
         self._outgoing = Outgoing(self._shared, self._network)
         self.serving: dict[str, TcpServing] = {}
         """The instances served here, by key."""
@@ -98,7 +105,7 @@ class TcpRequestPlane(RequestPlane):
             listener = await self._network.listen(Address(options.host, options.port), self._accept)
             self._listeners.append(listener)
             announced = Address(options.announced_host or listener.address.host, listener.address.port)
-            self._transport = {"tcp": str(announced)}
+            self._transport = {"tcp": str(announced), "process": self._process}
             if options.has_unix_socket:
                 await self._listen_on_a_path()
         except OSError as error:

@@ -19,3 +19,5 @@ class Shared:
     options: TcpOptions
     faults: LogLimit
     """Logs why connections were closed: whatever reaches a port can cause that."""
+    process: str
+    """Names this process, other than all before it at its addresses."""

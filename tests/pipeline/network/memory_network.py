@@ -50,7 +50,7 @@ class MemoryNetwork(Network):
         near.handler.opened(near)
 
     async def listen(self, address: Address, accept: Callable[[], LinkHandler]) -> Listener:
-        found = Address(address.host, address.port or next(self._ports), address.path)
+        found = address if address.path else Address(address.host, address.port or next(self._ports))
         if found in self.listeners:
             raise OSError(f"{found} is taken")
         listener = self.listeners[found] = MemoryListener(self.listeners, found, accept)
@@ -163,4 +163,5 @@ class MemoryListener(Listener):
         self._listeners, self.address, self.accept = listeners, address, accept
 
     async def close(self) -> None:
-        self._listeners.pop(self.address, None)
+        if self._listeners.get(self.address) is self:
+            del self._listeners[self.address]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -10,7 +12,8 @@ from attrs import evolve
 
 from pipeline import AsyncEngine, Cancelled, CannotConnect, Context, Disconnected
 from pipeline.network.names import EndpointId, Instance
-from pipeline.network.tcp import Address, LinkHandler, framing
+from pipeline.network.tcp import Address, LinkHandler, TcpRequestPlane, framing
+from pipeline.network.tcp.machine import machine_id
 from pipeline.testing import OpenStreams, ScriptedEngine, Stall, Wait
 from tests.pipeline.network.tcp.worlds import (
     OPTIONS,
@@ -19,6 +22,7 @@ from tests.pipeline.network.tcp.worlds import (
     hello,
     pair,
     proof,
+    proves_itself,
     raw_caller,
     raw_worker,
     settled,
@@ -26,6 +30,8 @@ from tests.pipeline.network.tcp.worlds import (
 from tests.pipeline.network.worlds import WHERE, eventually
 
 TOKEN = evolve(OPTIONS, token="secret")
+KIND: Any = Any
+"""What items are read as."""
 
 
 async def answer(engine: AsyncEngine[Any, Any], payload: Any = None) -> list[Any]:
@@ -225,30 +231,101 @@ async def test_a_call_that_gives_up_does_not_end_the_attempt_of_others(how: str)
     [({}, "no address"), ({"unix": "/a", "host": "elsewhere"}, "no address"), ({"tcp": "here"}, "wrong address")],
 )
 async def test_an_instance_without_an_address_cannot_be_connected(transport: dict[str, str], text: str) -> None:
-    kind: Any = Any
     async with pair() as world:
         instance = evolve(Instance.of(EndpointId.parse(WHERE), 1), transport=transport)
         with pytest.raises(CannotConnect, match=text):
-            await answer(world.caller.engine(instance, kind))
+            await answer(world.caller.engine(instance, KIND))
 
 
 async def test_processes_that_are_gone_are_forgotten() -> None:
-    kind: Any = Any
     async with pair() as world:
         for port in range(1, 50):
             instance = evolve(Instance.of(EndpointId.parse(WHERE), port), transport={"tcp": f"gone:{port}"})
             with pytest.raises(CannotConnect, match="nothing listens"):
-                await answer(world.caller.engine(instance, kind))
+                await answer(world.caller.engine(instance, KIND))
             await anyio.sleep(0.1)
         assert len(world.caller._outgoing._peers) < 5
 
 
 async def test_an_instance_that_is_not_served_there_cannot_be_connected() -> None:
-    kind: Any = Any
     async with pair() as world:
         instance = evolve(Instance.of(EndpointId.parse(WHERE), 1), transport=world.worker.transport)
         with pytest.raises(CannotConnect, match="ns/comp/ep/1 is not served here"):
-            await answer(world.caller.engine(instance, kind))
+            await answer(world.caller.engine(instance, KIND))
+
+
+# -- another process at the address
+
+
+@asynccontextmanager
+async def successor(world: Pair) -> AsyncIterator[TcpRequestPlane]:
+    """The next process at the worker's address, once the worker is gone."""
+    port = _worker_address(world).port
+    await world.worker.close()
+    plane = TcpRequestPlane(world.scheduler, evolve(OPTIONS, port=port), network=world.network)
+    await plane.open()
+    yield plane
+    await plane.close()
+
+
+async def test_a_process_that_took_the_address_of_another_gets_no_call_of_its_instances() -> None:
+    local = ScriptedEngine([2])
+    async with pair() as world:
+        _, engine = await world.serve(ScriptedEngine([1]))
+        assert await answer(engine) == [1]
+        async with successor(world) as plane:
+            same, _ = await plane.serve(Instance.of(EndpointId.parse(WHERE), 1), local)
+            assert same.transport["tcp"] == world.worker.transport["tcp"]
+            for _ in range(3):
+                with pytest.raises(CannotConnect, match="another process is there now"):
+                    await answer(engine)
+                await anyio.sleep(1)
+            assert local.requests == []
+            assert world.network.links == [], "it has no connection that nobody uses"
+            assert await answer(world.caller.engine(same, KIND)) == [2]
+
+
+async def test_processes_one_after_another_at_an_address_have_their_own_state() -> None:
+    async with pair() as world:
+        old = evolve(Instance.of(EndpointId.parse(WHERE), 1), transport=world.worker.transport)
+        gone = world.caller.keep_connected(old, bool)
+        await settled()
+        assert gone.state == "connected"
+        async with successor(world) as plane:
+            present = world.caller.keep_connected(evolve(old, transport=plane.transport), bool)
+            await anyio.sleep(1)
+            assert (gone.state, present.state) == ("unreachable", "connected")
+            dialled = world.network.dialled
+            await anyio.sleep(60)
+            assert 10 <= world.network.dialled - dialled <= 14, "it is tried as one that refuses"
+            assert (gone.state, present.state, present.losses) == ("unreachable", "connected", 0)
+
+
+async def test_of_two_addresses_the_one_with_the_process_is_taken() -> None:
+    async with pair() as world:
+        _, engine = await world.serve(ScriptedEngine([1]))
+        other = TcpRequestPlane(world.scheduler, OPTIONS, network=world.network)
+        path = Address(path="/run/reused")
+        listener = await world.network.listen(path, other._accept)
+        transport = {**world.worker.transport, "unix": path.path, "host": machine_id()}
+        instance = evolve(Instance.of(EndpointId.parse(WHERE), 1), transport=transport)
+        assert await answer(world.caller.engine(instance, KIND)) == await answer(engine) == [1]
+        await listener.close()
+        await other.close()
+
+
+async def test_where_either_is_not_named_any_process_at_the_address_will_do() -> None:
+    async with pair() as world:
+        named, _ = await world.worker.serve(Instance.of(EndpointId.parse(WHERE), 1), ScriptedEngine([1]))
+        unnamed = evolve(named, transport={"tcp": named.transport["tcp"]})
+        assert await answer(world.caller.engine(unnamed, KIND)) == [1]
+        peer = RawPeer()
+        listener = await world.network.listen(Address("raw"), lambda: peer)
+        elsewhere = evolve(named, transport={"tcp": str(listener.address), "process": "any"})
+        kept = world.caller.keep_connected(elsewhere, bool)
+        await proves_itself(peer)
+        assert kept.state == "connected", "a version that states no name"
+        await listener.close()
 
 
 async def test_a_closed_plane_makes_no_connection() -> None:

@@ -188,7 +188,7 @@ async def test_without_a_place_for_a_unix_socket_there_is_the_address(
     _make(deep)
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     async with planes(TcpOptions()) as both:
-        assert set(both.worker.transport) == {"tcp"}
+        assert set(both.worker.transport) == {"tcp", "process"}
         assert "no unix socket" in caplog.text
         assert await answer((await both.serve(ScriptedEngine([1])))[1]) == [1]
 
