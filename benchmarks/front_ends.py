@@ -14,8 +14,9 @@ A closed load of chats, 64 tokens each, goes to simulated engines. In turns stan
 | dynamo         | its front end, and its simulated engines in one process; with file discovery             |
 
 Nothing takes time in the engines, so tokens come together as fast as they are read; with `--real-time` each one comes
-alone, when a real engine would have it. CPU time is that of the processes of each kind, for a
-token and for a thousand chats. Each row is the median over the rounds, in each of which all rows have their turn.
+alone, when a real engine would have it. With `--model-path` all have that model's tokenizer and chat template. CPU time
+is that of the processes of each kind, for a token and for a thousand chats. Each row is the median over the rounds, in
+each of which all rows have their turn.
 
 With `--front-end-share` each front end may use only that share of a core, in a control group of its own, which needs
 Linux and root. So several front ends are compared with one on a machine whose cores they would otherwise share with
@@ -73,8 +74,9 @@ class Figures:
 def contenders(port: int, asked: argparse.Namespace) -> list[Contender]:
     """Return the deployments."""
     workers, router, real_time = asked.workers, asked.router, asked.real_time
-    speedup = ("--engine-arg", f"speedup_ratio={int(real_time)}")  # with 0 nothing takes time
-    common = ("--engine", "mocker", *speedup, "--router", router, "--workers", str(workers), "--port", str(port))
+    engine = ("--engine", "mocker", "--engine-arg", f"speedup_ratio={int(real_time)}")  # with 0 nothing takes time
+    model = ("--model-path", str(asked.model_path), "--model-name", "echo") if asked.model_path is not None else ()
+    common = (*engine, *model, "--router", router, "--workers", str(workers), "--port", str(port))
     ours = (sys.executable, "-m", "serving")
     found = [Contender("one process", (*ours, "serve", *common))] if asked.front_end_share is None else []
     for count in asked.front_ends:
@@ -217,7 +219,7 @@ def main() -> None:
     )
     parser.add_argument("--front-end-share", type=float, help="of a core, for each front end: needs Linux and root")
     parser.add_argument("--dynamo", type=Path, help="environment with ai-dynamo")
-    parser.add_argument("--model-path", type=Path, help="folder with a tokenizer and a chat template, for it")
+    parser.add_argument("--model-path", type=Path, help="folder with a tokenizer and a chat template")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     if asked.front_end_share is not None:

@@ -44,6 +44,10 @@ REJECTED = "request rejected: request exceeds worker admission limits"
 MIN_SLEEP_S = 0.001
 """Less is not slept in real time but carried over: later steps are that much longer."""
 
+LATE_MAX_S = 0.005
+"""By so much at most a step may begin late in real time without ending late. Timers wake up to a millisecond late, and
+tokens are delivered: that takes the time of the process, not of the engine that is simulated."""
+
 
 class Rank:
     """Runs steps while there is work. In virtual time a step includes every request of the moment it begins.
@@ -162,17 +166,19 @@ class Rank:
 
     async def run(self) -> None:
         """Run the step loop until it is cancelled; requests that wait then get EngineShutdown."""
-        due_s, since_s, now, timer = 0.0, None, clock(), Timer()
+        since_s, now, timer = None, clock(), Timer()
+        due_s = now()
         self._is_exact = is_exact = timer.is_exact
         self._timer, self._clock = timer, now
         if self.horizon is not None and is_exact:
             self.horizon.join(self)
-        least_s = 0.0 if is_exact else MIN_SLEEP_S
+        least_s, late_s = (0.0, 0.0) if is_exact else (MIN_SLEEP_S, LATE_MAX_S)
         share = LoopShare()
         try:
             while True:
                 if since_s is None and self.scheduler.is_idle:
                     await self._wait_for_work()
+                    due_s = max(due_s, now())
                     share.restart()
                 if is_exact:
                     began_s, since_s = now() if since_s is None else since_s, None
@@ -187,9 +193,10 @@ class Rank:
                     began_s = now()
                 if not done.scheduled_tokens and done.did_nothing:  # nearly every step computes tokens
                     await self._wait_for_work()
+                    due_s = max(due_s, now())
                     share.restart()
                     continue
-                due_s = max(due_s, began_s) + done.duration_ms / 1000
+                due_s = max(due_s, began_s - late_s) + done.duration_ms / 1000
                 if self._held and not self._may_hold(began_s, due_s):
                     self.flush()
                 if due_s - began_s >= least_s:
