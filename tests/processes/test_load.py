@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 from tests.ports import reserved_port
+from tests.processes.chaos import errors
 from tests.processes.load import Load
 from tests.processes.worlds import Program, penstock, until
 
@@ -56,3 +57,16 @@ async def test_answers_of_a_server_that_is_killed_are_cut(tmp_path: Path) -> Non
     load = await outcomes(tmp_path, *slow, answers=1, kill=True)
     assert load.counts()["cut"] >= 1
     assert load.counts().keys() <= {"exact", "cut"}
+
+
+def test_errors_of_requests_that_may_fail_are_left_out_of_a_log_and_no_others() -> None:
+    first, second = (
+        f"ERROR serving.endpoint: a request failed [request={request_id} model=mock]\n"
+        "Traceback (most recent call last):\nDisconnected: it was lost\n"
+        for request_id in ("1", "12")
+    )
+    other = "WARNING pipeline: lost\nERROR serving.endpoint: a call failed\nTraceback (most recent call last):\n"
+    assert errors(first + second, {"1", "12"}) == []
+    assert errors(first + second, {"1"}) == second.splitlines()[:2]
+    assert errors(first + other, {"1"}) == other.splitlines()[1:]
+    assert errors(first + other) == [*first.splitlines()[:2], *other.splitlines()[1:]]
