@@ -90,7 +90,7 @@ class TcpRequestPlane(RequestPlane):
 
     @property
     def transport(self) -> dict[str, str]:
-        """The addresses of this process, as instances announce them. Empty before `open`."""
+        """The addresses and the name of this process, as instances announce them. Empty before `open`."""
         return dict(self._transport)
 
     @property
