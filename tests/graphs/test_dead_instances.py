@@ -176,6 +176,11 @@ class FrontEnd:
         assert numbers == list(range(1, LENGTH))
         return None
 
+    async def ask_in_turn(self, requests: int, results: list[PenstockError | None]) -> None:
+        """Send requests one after the other, and add what became of each."""
+        for _ in range(requests):
+            results.append(await self.ask())
+
     async def ask_many(self, requests: int) -> list[PenstockError | None]:
         """Send requests at the same time, and return what became of each."""
         results = list[PenstockError | None]()
@@ -229,12 +234,8 @@ async def test_workers_that_are_killed_under_load_cost_a_request_no_more_than_th
         async with processes.front_end(router) as front_end, anyio.create_task_group() as tasks:
             await front_end.workers.wait_for_instances(8)
 
-            async def load() -> None:
-                for _ in range(10):
-                    results.append(await front_end.ask())
-
             for _ in range(16):
-                tasks.start_soon(load)
+                tasks.start_soon(front_end.ask_in_turn, 10, results)
             await anyio.sleep(1.05)
             for each in workers[:6]:
                 each.kill()
@@ -255,12 +256,8 @@ async def test_workers_that_are_replaced_at_their_addresses_cost_a_request_no_mo
             await front_end.workers.wait_for_instances(8)
             await anyio.sleep(1)
 
-            async def load() -> None:
-                for _ in range(10):
-                    results.append(await front_end.ask())
-
             for _ in range(16):
-                tasks.start_soon(load)
+                tasks.start_soon(front_end.ask_in_turn, 10, results)
             await anyio.sleep(1.05)
             for each in workers[:6]:
                 each.kill()
@@ -405,12 +402,8 @@ async def test_resetting_all_connections_at_once_fails_no_request(router: str) -
             await front_end.workers.wait_for_instances(4)
             await anyio.sleep(10)
 
-            async def load() -> None:
-                for _ in range(20):
-                    results.append(await front_end.ask())
-
             for _ in range(8):
-                tasks.start_soon(load)
+                tasks.start_soon(front_end.ask_in_turn, 20, results)
             processes.world.network.delay_s = 0.02
             for _ in range(3):
                 await anyio.sleep(5.13)
