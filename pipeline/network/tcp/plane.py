@@ -77,8 +77,8 @@ class TcpRequestPlane(RequestPlane):
         self._scheduler = scheduler
         self._metrics = metrics
         self._network = network or SocketNetwork(scheduler, self.options)
-        self._process = token_hex(_PROCESS_BYTES)
-        self._shared = Shared(scheduler, self.options, LogLimit(_log, lines=_FAULT_LINES), self._process)
+        faults = LogLimit(_log, lines=_FAULT_LINES)
+        self._shared = Shared(scheduler, self.options, faults, process=token_hex(_PROCESS_BYTES))
         self._outgoing = Outgoing(self._shared, self._network)
         self.serving: dict[str, TcpServing] = {}
         """The instances served here, by key."""
@@ -105,7 +105,7 @@ class TcpRequestPlane(RequestPlane):
             listener = await self._network.listen(Address(options.host, options.port), self._accept)
             self._listeners.append(listener)
             announced = Address(options.announced_host or listener.address.host, listener.address.port)
-            self._transport = {"tcp": str(announced), "process": self._process}
+            self._transport = {"tcp": str(announced), "process": self._shared.process}
             if options.has_unix_socket:
                 await self._listen_on_a_path()
         except OSError as error:
