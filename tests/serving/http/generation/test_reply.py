@@ -11,9 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.http.generation.reply import BUFFER_BYTES, PIECE_BYTES, ReplyWriter
+from pipeline.errors import BackendUnknown
+from pipeline.protocols import BackendOutput, FinishReason
+from serving.http.generation.reply import BUFFER_BYTES, PIECE_BYTES, ReplyWriter, StreamedReply
 from serving.http.request import RequestRecord
 from serving.http.side_task import task_starter
+from serving.openai import AnswerForm, ChatChunks
+from tests.serving.openai.usage_counts import usage_count
 
 
 class Client:
@@ -311,7 +315,7 @@ async def test_the_bytes_are_the_same_whether_parts_are_taken_at_once_or_sent(be
                 client.resume()
             elif isinstance(step, int):
                 frames += step
-                is_full = writer.put(bytes([number]) * step)
+                is_full = writer.put(bytes([number]) * step, alone=step % 3 > 0)
                 assert is_full == (writer._waiting_bytes >= BUFFER_BYTES)
         client.resume()
         writer.finish()
@@ -344,6 +348,49 @@ async def test_a_lone_frame_is_taken_at_once_and_starts_no_task() -> None:
     await writer.sent()
     assert client.writes == [b"1", b"2", b"3", b"4"]
     assert client.at_once == 1
+
+
+async def test_a_frame_that_is_not_alone_leaves_with_those_of_its_turn_and_then_without_them() -> None:
+    client = Direct()
+    writer = client.writer()
+    writer.put(b"1")
+    writer.commit()
+    await anyio.wait_all_tasks_blocked()
+    writer.put(b"2", alone=False)
+    writer.put(b"3")
+    await anyio.wait_all_tasks_blocked()
+    writer.put(b"4", alone=False)
+    await anyio.wait_all_tasks_blocked()
+    writer.put(b"5")
+    assert client.writes == [b"1", b"23", b"4", b"5"]
+    assert client.at_once == 1
+    await writer.close()
+
+
+@pytest.mark.parametrize("failure", [None, BackendUnknown("broken")])
+@pytest.mark.parametrize("include_usage", [False, True])
+async def test_the_end_of_a_stream_is_one_write_behind_its_last_text(
+    include_usage: bool, failure: Exception | None
+) -> None:
+    client = Direct()
+    form = AnswerForm("id", 1, "m", include_usage=include_usage)
+    chunks = ChatChunks(form, usage_count())
+    reply = StreamedReply(
+        client.send, [], client._lose, task_starter(), None, chunks, 503, write_part=client.write_part
+    )
+    reply.begin()
+    for text in ("a", "b", "c"):
+        reply.take(BackendOutput([1], [text], text), 0)
+        await anyio.wait_all_tasks_blocked()
+    if failure is None:
+        reply.take(BackendOutput([], [], finish_reason=FinishReason.LENGTH), 0)
+    reply.end(failure, finished=failure is None)
+    await reply.sent()
+    *texts, end = client.messages[1:]
+    assert len(texts) == 3
+    assert end["more_body"] is False
+    assert end["body"].endswith(b"data: [DONE]\n\n")
+    assert end["body"].count(b"data: ") == (2 if failure is not None else 2 + include_usage)
 
 
 async def test_a_server_that_fails_to_take_a_part_ends_the_sending() -> None:
