@@ -31,7 +31,7 @@ SHARE_MAX_STEPS = 8
 """The most steps of one share. More save little of what an item costs, and keep first tokens waiting."""
 
 FIRST_TURNS = 3
-"""Turns of the loop that a first token takes: to its reader, to the task that sends, to the socket."""
+"""Turns of the loop that a first token takes: to its reader, to what sends it, to the socket."""
 
 REST_TURNS = 3
 """Turns of the loop between two shares while others have much to do. Requests and first tokens go on in each of them,

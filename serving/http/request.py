@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Awaitable, Sequence
+from typing import Protocol
 from urllib.parse import quote
 from uuid import UUID, uuid4
 
@@ -32,8 +32,27 @@ from .metrics import Refusals, RequestMeter
 from .routing_headers import decision_headers, workers_of
 from .server_span import ServerSpan
 
-PartWriter: TypeAlias = Callable[[bytes], bool]
-"""Writes a part of a chunked answer that has begun, at once. Returns False if it cannot now; `send` then can."""
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+class PartWriter(Protocol):
+    """Writes a part of a chunked answer at once."""
+
+    def __call__(self, body: bytes, *, start: tuple[int, Headers] | None = None, is_last: bool = False) -> bool:
+        """Return False, with nothing written, if that cannot be now; `send` then can.
+
+        `start`, the status and the headers, begins an answer, chunked or not, with this part.
+        """
+        ...
+
+
+class FirstWriter(Protocol):
+    """Writes the headers of an answer of status 200 and its first part, at once."""
+
+    def __call__(self, headers: Headers, body: bytes, *, is_last: bool) -> bool:
+        """Return False, with nothing written, if that cannot be now; `send` then can."""
+        ...
+
 
 _OLDER_REQUEST_ID = "x-dynamo-request-id"
 METADATA_PREFIX = "x-dynamo-meta-"
@@ -123,8 +142,6 @@ def _check_metadata(name: str, value: int, threshold: int) -> None:
 
 # -- the record
 
-Headers = Sequence[tuple[bytes, bytes]]
-
 KEY = "penstock.request"
 """Where the record is in an ASGI scope."""
 OWN_REQUEST_ID = b"x-penstock-request-id"
@@ -208,6 +225,18 @@ class RequestRecord:
         """
         if send != self.send:
             return None
+        return self._server_writer
+
+    def write_first(self, headers: Headers, body: bytes, *, is_last: bool) -> bool:
+        """Begin an answer of status 200 with its first part, and our headers, as a part writer writes further ones."""
+        write = self._server_writer
+        if write is None or not write(body, start=(200, [*headers, *self._answer_headers()]), is_last=is_last):
+            return False
+        self.status = 200
+        return True
+
+    @property
+    def _server_writer(self) -> PartWriter | None:
         found: PartWriter | None = getattr(getattr(self._raw_send, "__self__", None), "write_part", None)
         return found
 

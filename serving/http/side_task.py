@@ -58,6 +58,15 @@ async def end(task: SideTask) -> None:
         await asyncio.wait((task,))
 
 
+def call_soon(callback: Callable[[], object]) -> None:
+    """Call `callback` in the next turn of this loop. An exception of it is logged."""
+    soon = getattr(running_loop(), "call_soon", None)
+    if soon is None:
+        _TrioTask(_called_later(0.0, callback))
+    else:
+        soon(callback)
+
+
 def call_later(delay_s: float, callback: Callable[[], object]) -> Callable[[], object]:
     """Call `callback` in this loop after that time; return a function that cancels the call.
 

@@ -214,29 +214,31 @@ class Cycle:
                 raise RuntimeError(f"Unexpected ASGI message '{kind}' sent, after response already completed.")
             if kind != "http.response.body":
                 raise RuntimeError(f"Expected ASGI message 'http.response.body', but got '{kind}'.")
-            body = message.get("body", b"")
-            if message.get("more_body"):
-                if self._left_bytes == _CHUNKED:
-                    self._put(b"%x\r\n%b\r\n" % (len(body), body) if body else b"")
-                else:
-                    self._write(body)
-            else:
-                self._finish(body)
+            self._add(message.get("body", b""), is_last=not message.get("more_body"))
         elif kind == "http.response.start":
             self._start(message["status"], message.get("headers", ()))
         else:
             raise RuntimeError(f"Expected ASGI message 'http.response.start', but got '{kind}'.")
 
-    def write_part(self, body: bytes) -> bool:
+    def write_part(self, body: bytes, *, start: tuple[int, Headers] | None = None, is_last: bool = False) -> bool:
         """Write a part of a chunked answer as `send` does, at once; the tokens of a stream come this way.
 
-        Return False, with nothing written, where `send` would wait, drop the part, or do anything else than that.
+        `start`, the status and the headers, begins an answer of any form with this part. Return False, with nothing
+        written, where `send` would wait, drop the part, or do anything else than that.
         """
         channel = self._channel
-        if self._left_bytes != _CHUNKED or not self.is_started or self.is_complete or self.gone or channel.write_paused:
+        if (
+            self._left_bytes != _CHUNKED
+            or self.is_started == (start is not None)
+            or self.is_complete
+            or self.gone
+            or channel.write_paused
+        ):
             return False
-        if self._unsent_head:
-            self._put(b"%x\r\n%b\r\n" % (len(body), body) if body else b"")
+        if start is not None:
+            self._start(*start)
+        if is_last or self._unsent_head:
+            self._add(body, is_last=is_last)
         elif body:
             channel.write(b"%x\r\n%b\r\n" % (len(body), body))
         return True
@@ -257,6 +259,15 @@ class Cycle:
             own.append(CLOSE)
         head = answer_head(status, channel.default_lines, own)
         self.is_started, self.awaits_continue, self._unsent_head = True, False, head
+
+    def _add(self, body: bytes, *, is_last: bool) -> None:
+        """Write a part of the body."""
+        if is_last:
+            self._finish(body)
+        elif self._left_bytes == _CHUNKED:
+            self._put(b"%x\r\n%b\r\n" % (len(body), body) if body else b"")
+        else:
+            self._write(body)
 
     def _put(self, data: bytes) -> None:
         """Write a part of the answer; its first part, also an empty one, leaves with the head."""

@@ -227,20 +227,25 @@ class GenerationEndpoint:
             force_usage=options.force_usage,
         )
         send, on_gone, start, usage = incoming.send, generation.lose_client, generation.start, generation.usage
+        part = incoming.record.part_writer(send)
+        first = None if part is None else incoming.record.write_first
         if request.stream:
-            chunks = api.chunks(form, usage)
             return StreamedReply(
                 send,
                 STREAM_HEADERS,
                 on_gone,
                 start,
                 options.keep_alive_s,
-                chunks,
+                api.chunks(form, usage),
                 options.overload_status,
-                write_part=incoming.record.part_writer(send),
+                write_first=first,
+                write_part=part,
             )
         most_bytes = options.limits.max_whole_answer_bytes or inf
-        return WholeReply(send, JSON_HEADERS, on_gone, start, None, api.answer(form, usage), most_bytes)
+        answer = api.answer(form, usage)
+        return WholeReply(
+            send, JSON_HEADERS, on_gone, start, None, answer, most_bytes, write_first=first, write_part=part
+        )
 
     # -- errors
 

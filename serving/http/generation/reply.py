@@ -2,7 +2,7 @@
 
     Generation ── take(output), annotate(item) ──► StreamedReply: a frame each
                                                ──► WholeReply: one JSON body at the end
-        both: put(frame), room() ──► frames ── a task while there are any ──► client
+        both: put(frame), room() ──► frames ── at once, or a task while the client reads slowly ──► client
 
 Frames that are ready together leave in one write, a single frame leaves at once, and a client that does not read holds
 its engine back.
@@ -25,8 +25,8 @@ from pipeline.wire import DONE, encode
 
 from ...openai import Answer, Chunks, token_output
 from ...problems import Refusal, explain
-from ..request import JSON_HEADERS, Headers, PartWriter
-from ..side_task import TIMER_ERROR_S, SideTask, Work, call_later, end
+from ..request import JSON_HEADERS, FirstWriter, Headers, PartWriter
+from ..side_task import TIMER_ERROR_S, SideTask, Work, call_later, call_soon, end
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -44,10 +44,10 @@ _KEEP_ALIVE = b":\n\n"
 class ReplyWriter:
     """The frames of one answer on their way to one client.
 
-    Nothing is sent before `commit`: until then the caller may still answer with an error status instead. A task sends
-    the first frames and the last, and all others if there is no `write_part` or the client reads slowly; it exists only
-    while there is something to send, so an answer that waits costs none. `write_part` takes a frame at once, for 3 us
-    less of CPU than a task, and with a system call for each.
+    Nothing is sent before `commit`: until then the caller may still answer with an error status instead. With
+    `write_first` and `write_part`, which write at once, a frame costs one call and no task; each call is a system call,
+    so frames that begin or end an answer leave with all others of their turn. Without them, and while the client reads
+    slowly, a task sends; it exists only while there is something to send, so an answer that waits costs none.
 
     For a client that does not read there are at most two buffers, the waiting frames and the write under way, each of
     `BUFFER_BYTES` and one more frame of each reader. The caller awaits `close` on every way out.
@@ -61,8 +61,10 @@ class ReplyWriter:
     """Starts the task that sends."""
     _keep_alive_s: float | None
     """After this time the writer commits by itself, and sends a comment whenever so much passes without a frame."""
+    _write_first: FirstWriter | None = field(default=None, kw_only=True, alias="write_first")
+    """Begins the answer, if the server can do that at once."""
     _write_part: PartWriter | None = field(default=None, kw_only=True, alias="write_part")
-    """The server's, if it has one."""
+    """Continues it."""
     committed: bool = field(init=False, default=False)
     """Whether the status is 200, sent or about to be."""
     failure: Exception | None = field(init=False, default=None)
@@ -72,6 +74,10 @@ class ReplyWriter:
     _begun: bool = field(init=False, default=False)
     _finished: bool = field(init=False, default=False)
     _gone: bool = field(init=False, default=False)
+    _is_due: bool = field(init=False, default=False)
+    """Whether what waits leaves in the next turn of the loop."""
+    _is_whole: bool = field(init=False, default=False)
+    """Whether the last frame has left."""
     _task: SideTask | None = field(init=False, default=None)
     _write: Message | None = field(init=False, default=None)
     _space: anyio.Event | None = field(init=False, default=None)
@@ -102,8 +108,7 @@ class ReplyWriter:
                 if write(frame):
                     return False
             except Exception as failure:
-                self.failure = failure
-                self._lose()
+                self._fail(failure)
                 return False
         self._frames.append(frame)
         self._waiting_bytes += len(frame)
@@ -157,16 +162,53 @@ class ReplyWriter:
         """Cancel what is still being sent. Idempotent."""
         if self._keep_alive is not None:
             self._keep_alive.cancel()
+        if self._is_due:
+            self._drop()
         if self._task is not None:
             self._drop()
             task, self._task = self._task, None
             await end(task)
 
-    # -- the task
+    # -- what leaves at once
 
     def _begin_to_send(self) -> None:
-        if not self._gone:
+        """Let what waits leave, with all that follows in this turn."""
+        if self._write_part is None or self._finished:
+            self._send_waiting()
+        elif not self._is_due:
+            self._is_due = True
+            call_soon(self._send_waiting)
+
+    def _send_waiting(self) -> None:
+        """Send what waits, at once or by a task."""
+        self._is_due = False
+        if self._gone or self._is_whole or self._task is not None:
+            return
+        if not self._wrote_waiting() and not self._gone:
             self._task = self._start(self._run())
+
+    def _wrote_waiting(self) -> bool:
+        """Return whether the server has taken what waits at once."""
+        first, part = self._write_first, self._write_part
+        if part is None or self._waiting_bytes > PIECE_BYTES:
+            return False
+        body, is_last = b"".join(self._frames), self._finished
+        try:
+            if self._begun:
+                is_taken = part(body, is_last=is_last)
+            else:
+                is_taken = first is not None and first(self._headers, body, is_last=is_last)
+        except Exception as failure:
+            self._fail(failure)
+            return False
+        if is_taken:
+            self._begun, self._write_first, self._is_whole = True, None, is_last
+            self._frames.clear()
+            self._waiting_bytes = 0
+            self._make_room()
+        return is_taken
+
+    # -- the task
 
     async def _run(self) -> None:
         """Send the waiting frames; the last frame of a finished answer closes it."""
@@ -181,11 +223,9 @@ class ReplyWriter:
                 is_last = self._finished and not self._frames
                 self._write = {"type": "http.response.body", "body": body, "more_body": not is_last}
                 await self._send(self._write)
-        except OSError:  # raised by some servers if the client is gone; others only return it from `receive`
-            self._lose()
+            self._is_whole = is_last
         except Exception as failure:
-            self.failure = failure
-            self._lose()
+            self._fail(failure)
         finally:
             self._task = self._write = None
             if self._ended is not None:
@@ -202,12 +242,14 @@ class ReplyWriter:
         body = b"".join(self._frames[:count])
         del self._frames[:count]
         self._waiting_bytes -= size_bytes
-        if self._space is not None and self._waiting_bytes < BUFFER_BYTES:
-            self._space.set()
-            self._space = None
+        if self._waiting_bytes < BUFFER_BYTES:
+            self._make_room()
         return body
 
-    def _lose(self) -> None:
+    def _fail(self, failure: Exception) -> None:
+        """Drop all, as a write has failed."""
+        if not isinstance(failure, OSError):  # some servers raise it if the client is gone, others only from `receive`
+            self.failure = failure
         self._drop()
         self._on_gone()
 
@@ -216,11 +258,14 @@ class ReplyWriter:
         self._gone = True
         self._frames.clear()
         self._waiting_bytes = 0
+        self._make_room()
+        if self._ended is not None:
+            self._ended.wake()
+
+    def _make_room(self) -> None:
         if self._space is not None:
             self._space.set()
             self._space = None
-        if self._ended is not None:
-            self._ended.wake()
 
 
 class _KeepAlive:

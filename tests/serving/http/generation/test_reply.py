@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from pipeline.errors import BackendUnknown
 from pipeline.protocols import BackendOutput, FinishReason
 from serving.http.generation.reply import BUFFER_BYTES, PIECE_BYTES, ReplyWriter, StreamedReply
-from serving.http.request import RequestRecord
-from serving.http.side_task import task_starter
+from serving.http.request import Headers, RequestRecord
+from serving.http.side_task import SideTask, Work, task_starter
 from serving.openai import AnswerForm, ChatChunks
 from tests.serving.openai.usage_counts import usage_count
 
@@ -232,26 +232,6 @@ async def test_comments_are_sent_only_while_there_is_nothing_else() -> None:
     assert b"".join(client.writes) == b":\n\n:\n\n" + b"x" * 10
 
 
-@given(st.lists(st.tuples(st.binary(max_size=20_000), st.booleans()), max_size=10))
-def test_whatever_the_pace_all_frames_arrive_in_order(steps: list[tuple[bytes, bool]]) -> None:
-    client = Client()
-
-    async def main() -> None:
-        writer = client.writer()
-        writer.commit()
-        for frame, pause in steps:
-            writer.put(frame)
-            await writer.room()
-            if pause:
-                await anyio.wait_all_tasks_blocked()
-        writer.finish()
-        await writer.sent()
-
-    anyio.run(main)
-    assert b"".join(client.writes) == b"".join(frame for frame, _ in steps)
-    assert client.messages[-1]["more_body"] is False
-
-
 # -- parts that the server takes at once
 
 
@@ -261,7 +241,7 @@ class Direct(Client):
     def __init__(self, *, takes_parts: bool = True) -> None:
         super().__init__()
         self.takes_parts = takes_parts
-        self.at_once = 0
+        self.at_once = self.tasks = 0
         self.raises: Exception | None = None
         self._may_write = anyio.Event()
         self._may_write.set()
@@ -270,13 +250,20 @@ class Direct(Client):
         await self._may_write.wait()
         await super().send(message)
 
-    def write_part(self, body: bytes) -> bool:
+    def write_first(self, headers: Headers, body: bytes, *, is_last: bool) -> bool:
+        return self._write(body, {"type": "http.response.start", "status": 200, "headers": headers}, is_last=is_last)
+
+    def write_part(self, body: bytes, *, start: Any = None, is_last: bool = False) -> bool:
+        assert start is None
+        return self._write(body, is_last=is_last)
+
+    def _write(self, body: bytes, *before: MutableMapping[str, Any], is_last: bool) -> bool:
         if self.raises is not None:
             raise self.raises
         if not self._may_write.is_set():
             return False
         self.at_once += 1
-        self.messages.append({"type": "http.response.body", "body": body, "more_body": True})
+        self.messages += [*before, {"type": "http.response.body", "body": body, "more_body": not is_last}]
         return True
 
     def pause(self) -> None:
@@ -287,8 +274,44 @@ class Direct(Client):
         self._may_write.set()
 
     def writer(self, keep_alive_s: float | None = None) -> ReplyWriter:
-        part = self.write_part if self.takes_parts else None
-        return ReplyWriter(self.send, [], self._lose, task_starter(), keep_alive_s, write_part=part)
+        return ReplyWriter(self.send, [], self._lose, self._start(), keep_alive_s, **self.writers())
+
+    def writers(self) -> dict[str, Any]:
+        return {"write_first": self.write_first, "write_part": self.write_part} if self.takes_parts else {}
+
+    def _start(self) -> Callable[[Work], SideTask]:
+        start = task_starter()
+
+        def counted(work: Work) -> SideTask:
+            self.tasks += 1
+            return start(work)
+
+        return counted
+
+
+SIZES = st.sampled_from([0, 1, BUFFER_BYTES // 3, BUFFER_BYTES, PIECE_BYTES, 3 * PIECE_BYTES])
+
+
+@pytest.mark.parametrize("kind", [Client, Direct])
+@given(st.lists(st.tuples(SIZES, st.booleans()), max_size=10))
+def test_whatever_the_pace_all_frames_arrive_in_order(kind: type[Client], steps: list[tuple[int, bool]]) -> None:
+    client = kind()
+
+    async def main() -> None:
+        writer = client.writer()
+        writer.commit()
+        for number, (size, pause) in enumerate(steps):
+            writer.put(bytes([number]) * size)
+            with anyio.fail_after(1):
+                await writer.room()
+            if pause:
+                await anyio.wait_all_tasks_blocked()
+        writer.finish()
+        await writer.sent()
+
+    anyio.run(main)
+    assert b"".join(client.writes) == b"".join(bytes([number]) * size for number, (size, _) in enumerate(steps))
+    assert client.messages[-1]["more_body"] is False
 
 
 STEPS = st.lists(
@@ -337,7 +360,7 @@ async def test_a_lone_frame_is_taken_at_once_and_starts_no_task() -> None:
     await anyio.wait_all_tasks_blocked()
     writer.put(b"2")
     assert client.writes == [b"1", b"2"]
-    assert (client.at_once, writer.write) == (1, None)
+    assert (client.at_once, client.tasks, writer.write) == (2, 0, None)
     client.pause()
     writer.put(b"3")
     await anyio.wait_all_tasks_blocked()
@@ -347,7 +370,20 @@ async def test_a_lone_frame_is_taken_at_once_and_starts_no_task() -> None:
     writer.finish()
     await writer.sent()
     assert client.writes == [b"1", b"2", b"3", b"4"]
-    assert client.at_once == 1
+    assert (client.at_once, client.tasks) == (2, 1)
+
+
+async def test_frames_of_the_turn_in_which_an_answer_begins_leave_together() -> None:
+    client = Direct()
+    writer = client.writer()
+    writer.put(b"1")
+    writer.commit()
+    writer.put(b"2")
+    await anyio.wait_all_tasks_blocked()
+    assert client.writes == [b"12"]
+    writer.put(b"3")
+    await writer.close()
+    assert client.writes == [b"12", b"3"]
 
 
 async def test_a_frame_that_is_not_alone_leaves_with_those_of_its_turn_and_then_without_them() -> None:
@@ -363,8 +399,43 @@ async def test_a_frame_that_is_not_alone_leaves_with_those_of_its_turn_and_then_
     await anyio.wait_all_tasks_blocked()
     writer.put(b"5")
     assert client.writes == [b"1", b"23", b"4", b"5"]
-    assert client.at_once == 1
+    assert client.tasks == 0
     await writer.close()
+
+
+@pytest.mark.parametrize("how", ["close", "abandon"])
+async def test_what_waits_for_the_end_of_its_turn_is_dropped_with_the_answer(how: str) -> None:
+    client = Direct()
+    writer = client.writer()
+    writer.put(b"1")
+    writer.commit()
+    if how == "abandon":
+        writer.abandon()
+    await writer.close()
+    await anyio.wait_all_tasks_blocked()
+    assert (client.messages, client.tasks, writer.failure) == ([], 0, None)
+
+
+@pytest.mark.parametrize("pause", [None, "begin", "end"])
+async def test_an_answer_ends_once_whether_its_end_is_taken_at_once_or_sent(pause: str | None) -> None:
+    client = Direct()
+    writer = client.writer()
+    if pause == "begin":
+        client.pause()
+    writer.put(b"1")
+    writer.commit()
+    await anyio.wait_all_tasks_blocked()
+    writer.put(b"2", alone=False)
+    if pause == "end":
+        client.pause()
+    writer.finish()
+    client.resume()
+    await writer.sent()
+    await anyio.wait_all_tasks_blocked()
+    assert b"".join(client.writes) == b"12"
+    assert [message.get("more_body") for message in client.messages].count(False) == 1
+    assert client.messages[-1]["more_body"] is False
+    assert client.tasks == (pause is not None)
 
 
 @pytest.mark.parametrize("failure", [None, BackendUnknown("broken")])
@@ -373,34 +444,47 @@ async def test_the_end_of_a_stream_is_one_write_behind_its_last_text(
     include_usage: bool, failure: Exception | None
 ) -> None:
     client = Direct()
-    form = AnswerForm("id", 1, "m", include_usage=include_usage)
-    chunks = ChatChunks(form, usage_count())
-    reply = StreamedReply(
-        client.send, [], client._lose, task_starter(), None, chunks, 503, write_part=client.write_part
-    )
-    reply.begin()
+    chunks = ChatChunks(AnswerForm("id", 1, "m", include_usage=include_usage), usage_count())
+    reply = StreamedReply(client.send, [], client._lose, client._start(), None, chunks, 503, **client.writers())
     for text in ("a", "b", "c"):
         reply.take(BackendOutput([1], [text], text), 0)
+        if text == "a":
+            reply.begin()
         await anyio.wait_all_tasks_blocked()
     if failure is None:
         reply.take(BackendOutput([], [], finish_reason=FinishReason.LENGTH), 0)
     reply.end(failure, finished=failure is None)
-    await reply.sent()
     *texts, end = client.messages[1:]
+    await reply.sent()
+    assert client.messages[1:] == [*texts, end]
     assert len(texts) == 3
     assert end["more_body"] is False
     assert end["body"].endswith(b"data: [DONE]\n\n")
     assert end["body"].count(b"data: ") == (2 if failure is not None else 2 + include_usage)
+    assert client.tasks == 0
 
 
-async def test_a_server_that_fails_to_take_a_part_ends_the_sending() -> None:
+async def test_a_whole_answer_is_taken_at_once_if_it_is_no_longer_than_a_write() -> None:
+    for size, tasks in ((PIECE_BYTES, 0), (PIECE_BYTES + 1, 1)):
+        client = Direct()
+        writer = client.writer()
+        writer.put_whole([b"x" * size], [(b"c", b"d")])
+        await writer.sent()
+        assert b"".join(client.writes) == b"x" * size
+        assert client.messages[0]["headers"] == [(b"c", b"d")]
+        assert client.messages[-1]["more_body"] is False
+        assert client.tasks == tasks
+
+
+@pytest.mark.parametrize("alone", [True, False])
+async def test_a_server_that_fails_to_take_a_part_ends_the_sending(alone: bool) -> None:
     client = Direct()
     writer = client.writer()
     writer.put(b"1")
     writer.commit()
     await anyio.wait_all_tasks_blocked()
     client.raises = RuntimeError("no transport")
-    writer.put(b"2")
+    writer.put(b"2", alone=alone)
     writer.put(b"3" * BUFFER_BYTES)
     with anyio.fail_after(1):
         await writer.room()
@@ -410,13 +494,22 @@ async def test_a_server_that_fails_to_take_a_part_ends_the_sending() -> None:
     assert (client.gone, client.writes) == (1, [b"1"])
 
 
+class Server:
+    """A server that writes at once unless `is_busy`."""
+
+    def __init__(self) -> None:
+        self.is_busy = False
+        self.written: list[Any] = []
+
+    async def send(self, message: MutableMapping[str, Any]) -> None: ...
+
+    def write_part(self, body: bytes, *, start: Any = None, is_last: bool = False) -> bool:
+        if not self.is_busy:
+            self.written.append((start, body, is_last))
+        return not self.is_busy
+
+
 async def test_parts_that_something_else_looks_at_are_sent() -> None:
-    class Server:
-        async def send(self, message: MutableMapping[str, Any]) -> None: ...
-
-        def write_part(self, body: bytes) -> bool:
-            return True
-
     server, scope = Server(), {"headers": [], "type": "http"}
 
     async def between(message: MutableMapping[str, Any]) -> None:
@@ -429,3 +522,28 @@ async def test_parts_that_something_else_looks_at_are_sent() -> None:
     assert RequestRecord(scope, between, refusals, shows_workers=False).part_writer(record.send) is None
     behind = RequestRecord(scope, between, refusals, shows_workers=False)
     assert behind.part_writer(behind.send) is None
+    assert not behind.write_first([], b"", is_last=True)
+
+
+async def test_an_answer_that_begins_at_once_has_the_headers_and_the_status_of_one_that_is_sent() -> None:
+    server, sent = Server(), list[Any]()
+    refusals: Any = None
+    id_header = (b"x-request-id", b"an id")
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"headers": [id_header], "type": "http"}
+    record = RequestRecord(scope, server.send, refusals, shows_workers=False)
+    server.is_busy = True
+    assert not record.write_first([(b"a", b"b")], b"1", is_last=False)
+    assert (record.status, server.written) == (0, [])
+    server.is_busy = False
+    assert record.write_first([(b"a", b"b")], b"1", is_last=True)
+    other = RequestRecord(scope, send, refusals, shows_workers=False)
+    await other.send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+    (((status, headers), body, is_last),) = server.written
+    assert (status, body, is_last) == (record.status, b"1", True) == (other.status, b"1", True)
+    own = {b"x-penstock-request-id"}
+    assert [one for one in headers if one[0] not in own] == [one for one in sent[0]["headers"] if one[0] not in own]
+    assert id_header in headers
