@@ -294,22 +294,18 @@ SIZES = st.sampled_from([0, 1, BUFFER_BYTES // 3, BUFFER_BYTES, PIECE_BYTES, 3 *
 
 @pytest.mark.parametrize("kind", [Client, Direct])
 @given(st.lists(st.tuples(SIZES, st.booleans()), max_size=10))
-def test_whatever_the_pace_all_frames_arrive_in_order(kind: type[Client], steps: list[tuple[int, bool]]) -> None:
+async def test_whatever_the_pace_all_frames_arrive_in_order(kind: type[Client], steps: list[tuple[int, bool]]) -> None:
     client = kind()
-
-    async def main() -> None:
-        writer = client.writer()
-        writer.commit()
-        for number, (size, pause) in enumerate(steps):
-            writer.put(bytes([number]) * size)
-            with anyio.fail_after(1):
-                await writer.room()
-            if pause:
-                await anyio.wait_all_tasks_blocked()
-        writer.finish()
-        await writer.sent()
-
-    anyio.run(main)
+    writer = client.writer()
+    writer.commit()
+    for number, (size, pause) in enumerate(steps):
+        writer.put(bytes([number]) * size)
+        with anyio.fail_after(1):
+            await writer.room()
+        if pause:
+            await anyio.wait_all_tasks_blocked()
+    writer.finish()
+    await writer.sent()
     assert b"".join(client.writes) == b"".join(bytes([number]) * size for number, (size, _) in enumerate(steps))
     assert client.messages[-1]["more_body"] is False
 
@@ -436,6 +432,21 @@ async def test_an_answer_ends_once_whether_its_end_is_taken_at_once_or_sent(paus
     assert [message.get("more_body") for message in client.messages].count(False) == 1
     assert client.messages[-1]["more_body"] is False
     assert client.tasks == (pause is not None)
+
+
+@pytest.mark.parametrize("takes_parts", [True, False])
+async def test_nothing_is_sent_behind_the_end_however_long_the_answer_stays_open(takes_parts: bool) -> None:
+    client = Direct(takes_parts=takes_parts)
+    writer = client.writer(keep_alive_s=1)
+    writer.commit()
+    writer.put(b"1")
+    writer.finish()
+    await writer.sent()
+    await anyio.sleep(10)
+    assert client.writes == [b"1"]
+    assert client.messages[-1]["more_body"] is False
+    assert (client.gone, writer.failure) == (0, None)
+    await writer.close()
 
 
 @pytest.mark.parametrize("failure", [None, BackendUnknown("broken")])
