@@ -147,8 +147,8 @@ async def _served(mode: str) -> AsyncIterator[Any]:
     """The ASGI app over the standard graph of this mode."""
     graph_config = public("GraphConfig", "serving.deployment", "serving.config")
     standard_graph = public("standard_graph", "serving.deployment", "serving.graphs")
-    # Steps of 8 ms: a busy machine makes one late, of which the engine makes up at most 5 ms, and never two at once. Of
-    # faster steps as many tokens are an item as time allows.
+    # Steps of 8 ms: the engine makes up for at most 5 ms of a late one, so that each token comes alone, however busy
+    # the machine is. Tokens of faster steps are joined as time allows.
     arguments = {"speedup_ratio": "0.8"}
     async with standard_graph(graph_config(engine="mocker", engine_args=arguments, seed=1, **MODES[mode])) as graph:
         yield public("app", "serving.http")(graph)
