@@ -7,7 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from pipeline import InvalidArgument
+import anyio
+
+from pipeline import InvalidArgument, Unavailable
 from pipeline.network import Workers
 from pipeline.protocols.card import ModelRuntimeConfig
 
@@ -40,6 +42,8 @@ class RouterPool:
         self._incarnations: dict[int, int] = {}
         self._pool = WorkerPool({}, frozenset())
         self._on_change: Changed | None = None
+        self._changed = anyio.Event()
+        self._is_closed = False
         self._following = self._health.changes().subscribe(self._on_view)
 
     def follow(self, on_change: Changed) -> None:
@@ -79,13 +83,22 @@ class RouterPool:
         return rank.dp_rank in self.current().ranks.get(rank.worker_id, ())
 
     async def ready(self, workers: int) -> None:
-        """Return when there are so many instances."""
-        await self._workers.wait_for_instances(workers)
+        """Return when so many workers are known: in a pool with cards, once their cards are here, too.
+
+        Raise Unavailable if this or the pool is closed before.
+        """
+        while not self._is_closed:
+            await self._workers.wait_for_instances(workers)
+            if len(self.current().ranks) >= workers:
+                return
+            await self._changed.wait()
+        raise Unavailable(f"the router of {self._workers.name} was closed before it had {workers} workers")
 
     def close(self) -> None:
         """Stop following the instances."""
         self._following.dispose()
-        self._on_change = None
+        self._on_change, self._is_closed = None, True
+        self._changed.set()
 
     def _on_view(self, view: PoolView) -> None:
         before, self._view = self._view, view
@@ -104,6 +117,8 @@ class RouterPool:
         gone = [i for i, incarnation in self._incarnations.items() if incarnations.get(i) != incarnation]
         self._incarnations = incarnations
         self._pool = self._of_view(known)
+        self._changed.set()
+        self._changed = anyio.Event()
         if self._on_change is not None:
             self._on_change(gone, self._pool.ranks)
 

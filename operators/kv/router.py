@@ -184,7 +184,10 @@ class KvRouter:
             self.loads.reported(rank, report.rates)
 
     async def ready(self) -> None:
-        """Return when as many workers are there as the configuration wants at the start."""
+        """Return when as many workers are known as the configuration wants at the start, in a pool with cards by them.
+
+        Raise Unavailable if the router or its pool is closed before.
+        """
         await self.pool.ready(self.config.initial_workers)
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:

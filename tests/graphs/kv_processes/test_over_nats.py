@@ -28,7 +28,7 @@ async def test_an_index_is_repaired_after_the_server_was_killed_under_load(tmp_p
         for worker_id in (1, 2):
             await stack.enter_async_context(worker(here, worker_id, logs))
         router, graph = await stack.enter_async_context(routed(front))
-        await eventually(lambda: len(router.pool._workers.instance_ids()) == 2, WITHIN_S)
+        await router.pool.ready(2)
         await send_all(graph)
         await eventually(lambda: is_known(router, logs), WITHIN_S)
         known = held(logs)

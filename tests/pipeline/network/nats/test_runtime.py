@@ -69,7 +69,6 @@ async def test_processes_find_and_reach_each_other_and_share_events_and_files(tm
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "suspended"])
 async def test_without_its_broker_streams_and_new_requests_go_on(tmp_path: Path, how: str) -> None:
     async with own_server(tmp_path) as server, runtime(server.url) as worker, runtime(server.url) as front_end:
@@ -98,7 +97,6 @@ async def test_without_its_broker_streams_and_new_requests_go_on(tmp_path: Path,
         workers.close()
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 async def test_a_runtime_whose_broker_is_not_there_is_not_entered(tmp_path: Path) -> None:
     with anyio.fail_after(10), pytest.raises(CannotConnect, match=r"nats://127\.0\.0\.1:1"):
