@@ -32,7 +32,8 @@ test: $(READY)
 	$(PYTEST) -m "not slow and not torch and not vllm" $(ARGS)
 
 # Tests that measure how long others wait, or that start a deployment each: they run one at a time, with nothing beside them.
-ALONE := tests/edge/test_attacks.py tests/edge/test_streams_beside.py tests/processes tests/serving/test_up_programs.py
+ALONE := tests/edge/test_attacks.py tests/edge/test_streams_beside.py tests/pipeline/network/tcp/test_flood.py \
+	tests/processes tests/serving/test_up_programs.py
 
 # The same rules at a hundred times the size, and every property test over more examples.
 slow-test: $(READY)

@@ -13,6 +13,7 @@ import anyio
 from attrs import frozen
 
 from pipeline import AsyncEngine, ReleaseOnce, Watch
+from pipeline.loop import running_loop, virtual_clocks
 from pipeline.network import EventPlane, Runtime, Workers
 from pipeline.network.discovery import Change, Put, Store, Written
 from pipeline.network.files import FileStore
@@ -77,8 +78,13 @@ def record_watch(store: Store, prefix: str = "") -> tuple[list[Any], Any]:
     return received, store.watch(prefix).subscribe(received.append, on_completed=lambda: received.append("completed"))
 
 
-async def eventually(holds: Callable[[], bool], within_s: float = 3.0) -> None:
-    """Return as soon as it holds. Fail if it does not within that time: stores of several processes take a moment."""
+async def eventually(holds: Callable[[], bool], within_s: float | None = None) -> None:
+    """Return as soon as it holds. Fail if it does not within that time: stores of several processes take a moment.
+
+    By default that is 3 s of a virtual clock, and 20 s of a real one: there it only ends a test that hangs.
+    """
+    if within_s is None:
+        within_s = 3.0 if running_loop() in virtual_clocks else 20.0
     with anyio.move_on_after(within_s):
         while not holds():  # noqa: ASYNC110  # what it waits for happens in another process
             await anyio.sleep(0.01)

@@ -13,13 +13,14 @@ from time import monotonic
 
 import anyio
 import pytest
+from attrs import evolve
 
 from pipeline import CannotConnect, Unavailable
 from pipeline.network.nats import NatsConnection, NatsOptions, NatsServer, NatsServerOptions
 from pipeline.network.nats.broker_session import BrokerSession
 from pipeline.network.nats.options import parse_addresses
 from pipeline.rx import AnyIOScheduler
-from tests.pipeline.network.nats.worlds import IMPATIENT, QUICK, NatsWorld, fake_server, open_files, own_server
+from tests.pipeline.network.nats.worlds import PATIENT, QUICK, NatsWorld, fake_server, open_files, own_server
 from tests.pipeline.network.worlds import eventually
 
 SECRET = "hidden-token"
@@ -47,13 +48,13 @@ async def test_a_server_that_is_not_there_is_named_within_the_time() -> None:
     text = await refusal("nats://127.0.0.1:1", NatsOptions(connect_timeout_s=0.5))
     assert "nats://127.0.0.1:1" in text
     assert "refused" in text or "Connect call failed" in text
-    assert monotonic() - begun_s < 1.5
+    assert monotonic() - begun_s < 4.0
 
 
 async def test_a_server_that_comes_while_it_is_waited_for_is_connected_to(tmp_path: Path) -> None:
     async with own_server(tmp_path) as server, AnyIOScheduler() as scheduler:
         await server.kill()
-        connection = NatsConnection(server.url, scheduler, QUICK)
+        connection = NatsConnection(server.url, scheduler, evolve(QUICK, connect_timeout_s=30.0))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(connection.open)
             await anyio.sleep(0.2)
@@ -64,7 +65,7 @@ async def test_a_server_that_comes_while_it_is_waited_for_is_connected_to(tmp_pa
 
 async def test_the_first_of_several_servers_may_be_silent(world: NatsWorld) -> None:
     async with fake_server(lambda _: b"", b"") as (silent, _), AnyIOScheduler() as scheduler:
-        connection = NatsConnection([silent, world.url], scheduler, IMPATIENT)
+        connection = NatsConnection([silent, world.url], scheduler, QUICK)
         await connection.open()
         await connection.close()
 
@@ -75,7 +76,7 @@ async def test_a_silent_server_and_one_that_speaks_otherwise_are_refused_in_time
         async with fake_server(lambda _: b"", first) as (url, _):
             begun_s = monotonic()
             assert url in await refusal(url, options)
-            assert monotonic() - begun_s < 2.0
+            assert monotonic() - begun_s < 4.0
 
 
 @pytest.mark.parametrize("version", ["2.10.99", "1.4.1", "unknown"])
@@ -103,7 +104,7 @@ async def test_a_wrong_token_is_refused_at_once_and_shown_nowhere(
         text = await refusal(server.url, NatsOptions(token=SECRET))
         text += await refusal(server.url.replace("//", f"//{SECRET}@"))
         text += await refusal(server.url.replace("//", f"//me:{SECRET}@"))
-        assert monotonic() - begun_s < 1.0
+        assert monotonic() - begun_s < 4.0
     assert "refuses the login" in text
     assert SECRET not in text + caplog.text
     assert "right" not in str(server) + repr(server)
@@ -164,7 +165,14 @@ async def test_a_server_that_comes_back_is_found_and_nothing_stays_open(tmp_path
 
 
 class Longest(Random):
+    """Draws the longest pause, and writes it down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn_s: list[float] = []
+
     def uniform(self, a: float, b: float) -> float:
+        self.drawn_s.append(b)
         return b
 
 
@@ -174,13 +182,17 @@ async def test_a_server_that_drops_each_connection_is_asked_ever_later(
     async def lost_at_once(session: BrokerSession) -> None:
         session.lose("dropped")
 
+    pauses_s = [0.05, 0.1, 0.2, 0.4, 0.8]
     async with AnyIOScheduler() as scheduler:
-        connection = NatsConnection(world.url, scheduler, QUICK, rng=Longest())
+        rng = Longest()
+        connection = NatsConnection(world.url, scheduler, evolve(QUICK, reconnect_max_s=5.0), rng=rng)
         with monkeypatch.context() as dropping:
             dropping.setattr(BrokerSession, "beat", lost_at_once)
             await connection.open()
-            await anyio.sleep(2)
-            assert 3 <= connection.sessions <= 8, "pauses of 0.05, 0.1, 0.2, 0.4, 0.5, ... s"
+            begun_s = monotonic()
+            await eventually(lambda: connection.sessions >= 6, within_s=30.0)
+            assert monotonic() - begun_s > 0.9 * sum(pauses_s)
+        assert rng.drawn_s[:5] == pytest.approx(pauses_s)
         await eventually(lambda: connection.is_connected)
         await connection.close()
 
@@ -188,30 +200,31 @@ async def test_a_server_that_drops_each_connection_is_asked_ever_later(
 async def test_a_call_ends_when_the_server_dies_and_waits_a_bounded_time_for_the_next(tmp_path: Path) -> None:
     async with own_server(tmp_path) as server:
         world = NatsWorld(server.url, tmp_path)
-        async with world.store(IMPATIENT) as store:
+        async with world.store() as store, world.store(PATIENT) as patient:
             await server.kill()
+            await eventually(lambda: not (store._connection.is_connected or patient._connection.is_connected))
             begun_s = monotonic()
             with pytest.raises(Unavailable):
                 await store.get("a/k")
-            assert IMPATIENT.call_timeout_s - 0.1 < monotonic() - begun_s < IMPATIENT.call_timeout_s + 1.0
+            assert QUICK.call_timeout_s - 0.1 < monotonic() - begun_s < QUICK.call_timeout_s + 2.5
             begun_s = monotonic()
             with pytest.raises(Unavailable):
-                await store.delete("a/k")
-            assert monotonic() - begun_s < 0.5
+                await patient.delete("a/k")
+            assert monotonic() - begun_s < 4.0
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(store.create, "a/k", b"1")
+                tasks.start_soon(patient.create, "a/k", b"1")
                 await anyio.sleep(0.1)
                 await server.start()
-            assert await store.entries() == {"a/k": b"1"}
+            assert await patient.entries() == {"a/k": b"1"}
 
 
 async def test_a_call_to_a_suspended_server_ends(tmp_path: Path) -> None:
-    async with own_server(tmp_path) as server, NatsWorld(server.url, tmp_path).store(IMPATIENT) as store:
+    async with own_server(tmp_path) as server, NatsWorld(server.url, tmp_path).store(PATIENT) as store:
         server.pause()
         begun_s = monotonic()
         with pytest.raises(Unavailable):
             await store.create("a/k", b"1")
-        assert monotonic() - begun_s < IMPATIENT.lost_after_s + IMPATIENT.heartbeat_s + 1.0
+        assert monotonic() - begun_s < QUICK.lost_after_s + QUICK.heartbeat_s + 4.0
         await eventually(lambda: not store._connection.is_connected)
         server.resume()
         await eventually(lambda: store._connection.is_connected)
@@ -220,11 +233,11 @@ async def test_a_call_to_a_suspended_server_ends(tmp_path: Path) -> None:
 
 async def test_a_suspended_server_does_not_keep_a_process_from_closing(tmp_path: Path) -> None:
     async with own_server(tmp_path) as server:
-        async with NatsWorld(server.url, tmp_path).store(IMPATIENT) as store:
+        async with NatsWorld(server.url, tmp_path).store(PATIENT) as store:
             await store.create("a/k", b"1")
             server.pause()
             begun_s = monotonic()
-        assert monotonic() - begun_s < 4.0
+        assert monotonic() - begun_s < 8.0
         server.resume()
 
 
@@ -241,7 +254,7 @@ async def test_a_lost_connection_is_cut_at_once_whatever_waits_to_be_written(tmp
             session.lose("cut")
         begun_s = monotonic()
         await eventually(lambda: session._client.is_closed and session._closed.is_set())
-        assert monotonic() - begun_s < 0.5
+        assert monotonic() - begun_s < 2.5
         server.resume()
         await eventually(lambda: connection.is_connected)
         await connection.close()
@@ -258,7 +271,7 @@ async def test_an_attempt_that_is_cancelled_leaves_nothing_open() -> None:
     tasks, files = len(asyncio.all_tasks()), open_files()
     async with AnyIOScheduler() as scheduler:
         async with fake_server(lambda _: b"", b"") as (url, _):
-            connection = NatsConnection(url, scheduler, IMPATIENT)
+            connection = NatsConnection(url, scheduler, QUICK)
             with anyio.move_on_after(0.1):
                 await connection.open()
         assert not connection.is_connected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -16,7 +17,7 @@ from nats.aio.client import Client
 from pipeline import CannotConnect, Unavailable
 from pipeline.network.discovery import Gone, Put
 from pipeline.network.nats import NatsServer, NatsStore
-from tests.pipeline.network.nats.worlds import GRACE_S, IMPATIENT, QUICK, TTL_S, ConfiguredServer, NatsWorld, own_server
+from tests.pipeline.network.nats.worlds import GRACE_S, QUICK, TTL_S, ConfiguredServer, NatsWorld, own_server
 from tests.pipeline.network.worlds import eventually, record_watch
 
 
@@ -54,8 +55,12 @@ async def both_connected(*stores: NatsStore) -> None:
 
 async def has_entries(store: NatsStore, wanted: dict[str, bytes]) -> None:
     """Wait until these are there, and no others: after an outage each owner writes its own again."""
-    with anyio.fail_after(10):
-        while await store.entries() != wanted:  # noqa: ASYNC110
+    await read_as(store.entries, wanted)
+
+
+async def read_as(read: Callable[[], Awaitable[object]], wanted: object) -> None:
+    with anyio.fail_after(20):
+        while await read() != wanted:  # noqa: ASYNC110
             await anyio.sleep(0.05)
 
 
@@ -66,8 +71,11 @@ async def test_a_watch_goes_on_over_a_restart_and_repeats_nothing(tmp_path: Path
         await server.kill()
         await server.start()
         await both_connected(owner, other)
+        await has_entries(other, {"a/old": b"1"})
         new = await owner.create("a/new", b"2")
+        await eventually(lambda: len(received) == 2)
         replaced = await other.replace("a/old", b"3", created.revision)
+        await eventually(lambda: len(received) == 3)
         await owner.delete("a/new")
         await eventually(lambda: Gone("a/new") in received)
         assert received == [
@@ -78,8 +86,17 @@ async def test_a_watch_goes_on_over_a_restart_and_repeats_nothing(tmp_path: Path
         ]
 
 
-async def test_what_changed_while_a_watch_was_cut_off_comes_as_the_difference(tmp_path: Path) -> None:
+async def test_what_changed_while_a_watch_was_cut_off_comes_as_the_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with own_stores(tmp_path) as (_, owner, other):
+        may_connect, attempt = anyio.Event(), other._connection._attempt
+
+        async def attempt_later(*arguments: Any) -> Any:
+            await may_connect.wait()
+            return await attempt(*arguments)
+
+        monkeypatch.setattr(other._connection, "_attempt", attempt_later)
         for key in ("a/same", "a/changed", "a/deleted"):
             await owner.create(key, b"1")
         received = await watched(other, 3)
@@ -89,6 +106,7 @@ async def test_what_changed_while_a_watch_was_cut_off_comes_as_the_difference(tm
         assert known is not None
         changed = await owner.replace("a/changed", b"2", known.revision)
         new = await owner.create("a/new", b"3")
+        may_connect.set()
         await eventually(lambda: len(received) == 6)
         assert received[3:] == [
             Put("a/changed", b"2", changed.revision),
@@ -143,10 +161,9 @@ async def test_a_held_key_that_vanishes_is_back_before_any_watch_notices(world: 
         created = await owner.create("a/k", b"1")
         received = await watched(other, 1)
         await vanish(other, "a/k")
-        assert await other.get("a/k") is None
-        renewals = owner.renewals
-        await eventually(lambda: owner.renewals > renewals)
-        assert await other.get("a/k") == Put("a/k", b"1", created.revision)
+        while await other.get("a/k") is not None:  # renewed in between
+            await vanish(other, "a/k")
+        await read_as(partial(other.get, "a/k"), Put("a/k", b"1", created.revision))
         assert len(received) == 1
 
 
@@ -156,11 +173,11 @@ async def test_a_key_that_lapses_without_notice_is_gone_because_it_is_silent(wor
         await owner.create("a/k", b"1")
         await owner.create("a/held", b"1")
         received = await watched(other, 2)
+        renewed_s, _ = other._watches[""][0]._leases["a/k"]
         owner.abandon("a/k")
         await vanish(other, "a/k")
-        await anyio.sleep(TTL_S - 0.5)
-        assert len(received) == 2
-        await eventually(lambda: received[2:] == [Gone("a/k")], within_s=GRACE_S + 1)
+        await eventually(lambda: received[2:] == [Gone("a/k")])
+        assert anyio.current_time() - renewed_s > TTL_S
         async with other._connection.calling() as session:
             await session.publish(other._bucket.subject("a/by-hand"), b"without a lease")
         await eventually(lambda: len(received) == 4)
@@ -169,7 +186,7 @@ async def test_a_key_that_lapses_without_notice_is_gone_because_it_is_silent(wor
 
 
 async def test_a_bucket_that_is_deleted_under_way_is_made_and_filled_again(world: NatsWorld) -> None:
-    async with world.store(IMPATIENT) as owner, world.store(IMPATIENT) as other, world.store(IMPATIENT) as third:
+    async with world.store() as owner, world.store() as other, world.store() as third:
         await owner.create("a/k", b"1")
         received = await watched(other, 1)
         await third._connection.session_now().streams._api.delete_stream(third._bucket.stream)
@@ -260,7 +277,7 @@ async def test_an_owner_that_does_not_come_back_with_the_server_is_gone_after_a_
         await both_connected(other)
         await anyio.sleep(TTL_S - 0.5)
         assert len(received) == 2
-        await eventually(lambda: received[2:] == [Gone("a/lost")], within_s=GRACE_S + 1)
+        await eventually(lambda: received[2:] == [Gone("a/lost")])
 
 
 @pytest.mark.slow
@@ -294,7 +311,7 @@ async def test_a_key_whose_owner_closed_during_an_outage_goes_after_it(tmp_path:
             assert len(received) == 1
             await server.start()
             await both_connected(other)
-            await eventually(lambda: received[1:] == [Gone("a/k")], within_s=GRACE_S + 2)
+            await eventually(lambda: received[1:] == [Gone("a/k")])
 
 
 @pytest.mark.slow
@@ -305,10 +322,13 @@ async def test_a_process_that_was_suspended_itself_takes_nobody_for_gone(world: 
         owner.abandon("a/k")
         blocked_s = TTL_S + 2 * QUICK.reconnect_max_s
         sleep(blocked_s)  # noqa: ASYNC251  # neither store's process gets to do anything
-        await owner.create("b/k", b"2")
+        try:
+            await owner.create("b/k", b"2")
+        except Unavailable:  # its connection was lost as it went on
+            await owner.create("b/k", b"2")
         await eventually(lambda: len(received) == 2)
         assert received[1].key == "b/k"
-        await eventually(lambda: received[2:] == [Gone("a/k")], within_s=GRACE_S + 1)
+        await eventually(lambda: received[2:] == [Gone("a/k")])
 
 
 @pytest.mark.slow
@@ -338,7 +358,7 @@ async def test_a_key_that_lapsed_around_an_election_has_its_time_to_come_back(wo
         begun_s = anyio.current_time()
         await anyio.sleep(TTL_S / 2)
         await messages.publish(f"$JS.EVENT.ADVISORY.STREAM.LEADER_ELECTED.KV_{world.bucket}", b"{}")
-        await eventually(lambda: Gone("a/1") in received, 4 * TTL_S + 2 * GRACE_S)
+        await eventually(lambda: Gone("a/1") in received)
         assert anyio.current_time() - begun_s > 1.5 * TTL_S
 
 

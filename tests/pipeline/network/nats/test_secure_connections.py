@@ -43,7 +43,7 @@ async def test_tls_is_spoken_with_servers_whose_certificate_holds(tmp_path: Path
         other.configure_trust(distrustful)
         await connected(server.url, NatsOptions(tls=trusting))
         await connected(server.url.replace("nats:", "tls:"), NatsOptions(tls=trusting))
-        for options in (NatsOptions(tls=distrustful, connect_timeout_s=0.5), NatsOptions(connect_timeout_s=0.5)):
+        for options in (NatsOptions(tls=distrustful), NatsOptions()):
             with pytest.raises(CannotConnect, match="certificate"):
                 await connected(server.url, options)
 
@@ -93,7 +93,7 @@ async def test_a_user_with_credentials_is_let_in_and_another_is_not(tmp_path: Pa
                 "------END NATS USER JWT------\n\n"
                 f"-----BEGIN USER NKEY SEED-----\n{user.seed.decode()}\n------END USER NKEY SEED------\n"
             )
-            options = NatsOptions(credentials_file=path, connect_timeout_s=0.5)
+            options = NatsOptions(credentials_file=path)
             if is_known:
                 await connected(server.url, options)
             else:

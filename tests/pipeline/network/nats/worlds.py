@@ -14,7 +14,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import anyio
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from pipeline.network.nats import (
     NatsConnection,
@@ -32,8 +32,8 @@ TTL_S = 2.0
 """The lease time in tests: whole seconds, and some renewals long."""
 QUICK = NatsOptions(heartbeat_s=0.4, reconnect_max_s=0.5, connect_timeout_s=3.0, call_timeout_s=2.0)
 """A connection that notices an outage after 1.6 s."""
-IMPATIENT = NatsOptions(heartbeat_s=0.1, reconnect_max_s=0.2, connect_timeout_s=0.6, call_timeout_s=0.4)
-"""A connection that waits for next to nothing."""
+PATIENT = evolve(QUICK, call_timeout_s=20.0)
+"""The same, whose calls wait for a server that starts, however slowly."""
 GRACE_S = TTL_S + QUICK.reconnect_max_s
 """How long a key that an outage may have cost its lease is waited for."""
 
@@ -73,10 +73,10 @@ class NatsWorld:
         return f"test-{self.folder.parent.name}-{self.folder.name}".replace(".", "_")
 
     @asynccontextmanager
-    async def store(self, options: NatsOptions = QUICK) -> AsyncIterator[NatsStore]:
+    async def store(self, options: NatsOptions = QUICK, ttl_s: float = TTL_S) -> AsyncIterator[NatsStore]:
         """Return one more store of the deployment, open. At the end nothing watches it any more."""
         async with AnyIOScheduler() as scheduler:
-            store = NatsStore(NatsConnection(self.url, scheduler, options), TTL_S, bucket=self.bucket)
+            store = NatsStore(NatsConnection(self.url, scheduler, options), ttl_s, bucket=self.bucket)
             await store.open()
             try:
                 yield store
