@@ -93,7 +93,7 @@ def stopped_readers(count: int, body: bytes = STREAM) -> Act:
         connections = [client.connect(SMALL_BUFFER) for _ in range(count)]
         for each in connections:
             each.send(head(length=len(body)) + body, reading=False)
-        time.sleep(GIVEN_UP_S)
+        time.sleep(2 * GIVEN_UP_S)  # those without a seat begin when the first ones are cut
         deadline = time.monotonic() + 1.0
         for each in connections:
             each.read(max(0.05, deadline - time.monotonic()), lambda: False)

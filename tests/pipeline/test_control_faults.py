@@ -346,11 +346,11 @@ def test_a_stop_from_a_signal_handler_wakes_a_loop_that_sleeps(
     async def main() -> float:
         control, began_s = Control(), anyio.current_time()
         on_alarm(partial(verb, control))
-        with anyio.move_on_after(5):
+        with anyio.move_on_after(60):
             await control.stopped()
         return anyio.current_time() - began_s
 
-    assert anyio.run(main, backend=real_loop[0], backend_options=real_loop[1]) < 2
+    assert anyio.run(main, backend=real_loop[0], backend_options=real_loop[1]) < 20
 
 
 def test_a_kill_from_a_signal_handler_ends_a_stream_that_waits(
@@ -359,7 +359,7 @@ def test_a_kill_from_a_signal_handler_ends_a_stream_that_waits(
 
     async def waiting() -> AsyncGenerator[int, None]:
         yield 1
-        await anyio.sleep(5)
+        await anyio.sleep(60)
         yield 2
 
     async def main() -> tuple[list[int], float]:
@@ -370,7 +370,7 @@ def test_a_kill_from_a_signal_handler_ends_a_stream_that_waits(
 
     items, took_s = anyio.run(main, backend=real_loop[0], backend_options=real_loop[1])
     assert items == [1]
-    assert took_s < 2
+    assert took_s < 20
 
 
 def test_a_callback_that_raises_in_a_signal_handler_ends_nothing(

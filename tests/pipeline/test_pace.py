@@ -360,11 +360,11 @@ def test_a_deadline_is_noticed_although_the_source_is_always_ready(backend: str,
     async def main() -> tuple[bool, float]:
         began_s = anyio.current_time()
         with anyio.move_on_after(0.05) as scope:
-            async with await (Passes() >> map_response(abs) >> function).generate(Context(5_000_000)) as stream:
+            async with await (Passes() >> map_response(abs) >> function).generate(Context(100_000_000)) as stream:
                 async for _ in stream:
                     pass
         return scope.cancelled_caught, anyio.current_time() - began_s
 
     was_cancelled, took_s = anyio.run(main, backend=backend, backend_options=options)
     assert was_cancelled
-    assert took_s < 2
+    assert took_s < 20  # all of them would take minutes

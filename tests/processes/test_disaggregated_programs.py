@@ -37,7 +37,7 @@ def deployment(folder: Path) -> Iterator[Deployment]:
     environment = {
         "PENSTOCK_RUNTIME": url,
         "PENSTOCK_RUNTIME_TOKEN": TOKEN,
-        "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "1",
+        "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "4",  # in which the front end learns that a worker goes
     }
     hosts = [worker(folder, mode, n, environment) for mode in ("prefill", "decode") for n in range(2)]
     command = penstock("serve", "--port", str(port), "--router", "round-robin")

@@ -23,7 +23,7 @@ async def test_a_rolling_restart_of_all_workers_and_front_ends_fails_no_request(
                 await worker.ready()
             for front_end in world.front_ends:
                 world.in_rotation.remove(front_end)  # as a Service does before a pod's signal
-                await anyio.sleep(0.2)
+                await anyio.sleep(1.0)
                 assert await front_end.stop() == 0, front_end.last_lines()
                 front_end.start()
                 await front_end.ready()

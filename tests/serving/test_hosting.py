@@ -23,6 +23,8 @@ from tests.serving.worlds import post, program, until_it_drains
 pytestmark = pytest.mark.slow  # each starts a program
 
 MOCKER = ("--engine", "mocker", "--workers", "2")
+PATIENT = {"DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": "60"}
+"""A server that gives running answers that long."""
 OWN = """
 import anyio
 
@@ -78,12 +80,11 @@ def status_of(address: str, path: str) -> tuple[int, Any]:
 
 def test_under_load_the_first_signal_lets_streams_finish_and_refuses_new_requests() -> None:
     streams = 20
-    patient = {"DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": "60"}
-    with program(*MOCKER, "--engine-arg", "speedup_ratio=0.5", variables=patient) as (process, address):
+    with program(*MOCKER, "--engine-arg", "speedup_ratio=0.5", variables=PATIENT) as (process, address):
         begun = []
 
         def read() -> str:
-            with post(address, stream=True, max_tokens=100, ignore_eos=True) as response:
+            with post(address, stream=True, max_tokens=400, ignore_eos=True) as response:
                 first = response.read(1)
                 begun.append(first)
                 return (first + response.read()).decode()
@@ -98,12 +99,12 @@ def test_under_load_the_first_signal_lets_streams_finish_and_refuses_new_request
                 assert refused.status == 503
             texts = [answer.result() for answer in answers]
         assert all('"finish_reason":"length"' in text and text.endswith("data: [DONE]\n\n") for text in texts)
-        _, errors = process.communicate(timeout=10)
+        _, errors = process.communicate(timeout=20)
         assert (process.returncode, errors) == (0, "")
 
 
 def test_under_load_the_second_signal_ends_at_once() -> None:
-    with program(*MOCKER) as (process, address), ExitStack() as open_streams:
+    with program(*MOCKER, variables=PATIENT) as (process, address), ExitStack() as open_streams:
         for _ in range(5):
             response = open_streams.enter_context(post(address, stream=True, max_tokens=100_000, ignore_eos=True))
             response.read(1)
@@ -111,9 +112,9 @@ def test_under_load_the_second_signal_ends_at_once() -> None:
         until_it_drains(address)
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=10)
+        _, errors = process.communicate(timeout=20)
         assert (process.returncode, errors) == (0, "")
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 15
 
 
 def test_the_mock_engine_answers_in_letters_and_shows_its_metrics() -> None:
@@ -136,7 +137,7 @@ def own_engine(tmp_path: Path) -> Path:
 
 
 def test_a_worker_hosts_an_engine_of_another_module_until_a_signal(own_engine: Path) -> None:
-    worker, grace = ("worker", "own_engine:Loud"), {"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "2"}
+    worker, grace = ("worker", "own_engine:Loud"), {"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "10"}
     with program("--namespace", "mine", command=worker, cwd=own_engine, variables=grace) as (process, address):
         with post(address) as response:
             assert json.loads(response.read())["choices"][0]["message"]["content"] == "hello"
@@ -145,7 +146,7 @@ def test_a_worker_hosts_an_engine_of_another_module_until_a_signal(own_engine: P
         until_it_drains(address)
         with post(address) as refused:
             assert refused.status == 503
-        output, errors = process.communicate(timeout=10)
+        output, errors = process.communicate(timeout=30)
         assert (process.returncode, output, errors) == (0, "cleaned up\n", "")
 
 
@@ -154,7 +155,7 @@ def test_the_second_signal_ends_a_worker_with_its_number() -> None:
         process.send_signal(signal.SIGTERM)
         until_it_drains(address)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=5) == 128 + signal.SIGTERM
+        assert process.wait(timeout=20) == 128 + signal.SIGTERM
 
 
 def ended(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -109,12 +109,21 @@ async def test_a_connection_that_is_cut_ends_the_request(stream: bool, tokens: i
 
     async def use(url: str) -> None:
         async with httpx2.AsyncClient(base_url=url) as client:
-            with anyio.move_on_after(0.2):
+
+            async def read() -> None:
                 async with client.stream(
                     "POST", "/v1/chat/completions", json={"model": "m", "messages": HI, "stream": stream}
                 ) as response:
                     async for _ in response.aiter_raw():
                         pass
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(read)
+                with anyio.fail_after(10):
+                    while engine.delivered < tokens or not engine.open:  # noqa: ASYNC110
+                        await anyio.sleep(0.01)
+                await anyio.sleep(0.2)  # the item is read, or the answer waited for
+                tasks.cancel_scope.cancel()
             assert engine.started == 1
         while engine.open:  # noqa: ASYNC110  (the engine knows no event)
             await anyio.sleep(0.01)

@@ -230,7 +230,7 @@ def test_the_second_signal_ends_all_at_once() -> None:
         began = time.monotonic()
         deployment.process.send_signal(signal.SIGTERM)
         assert deployment.process.wait(timeout=30) == 0
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15  # the grace would take 60 s
         assert deployment.processes() == []
 
 

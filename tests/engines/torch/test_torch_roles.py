@@ -156,12 +156,13 @@ async def test_fifty_answers_to_prompts_of_another_process_equal_plain_decoding(
 
 async def test_blocks_that_no_worker_fetches_are_free_after_the_lease_and_the_prompt_is_computed_again() -> None:
     prompt = random_prompt(Random(12), 40, 40)
-    async with both(HandoverTimes(lease_s=0.3)) as (prefill, computes, decode, answers):
+    async with both(HandoverTimes(lease_s=2)) as (prefill, computes, decode, answers):
         request = request_of(prompt, max_tokens=8)
         first, *_ = await chunks_of(computes, request)
         assert prefill.batcher.pool.active > 0
-        await anyio.sleep(0.6)
-        assert prefill.batcher.pool.active == 0
+        with anyio.fail_after(20):
+            while prefill.batcher.pool.active:  # noqa: ASYNC110 - the pool knows no event
+                await anyio.sleep(0.05)
         handed = evolve(request, prefill_result=PrefillResult(first.disaggregated_params))
         chunks = await chunks_of(answers, handed)
         assert [token for chunk in chunks for token in chunk.token_ids] == plain_answer(prompt, 8)

@@ -15,6 +15,13 @@ from engines.upstream.transport import system_tls
 from pipeline.errors import CannotConnect
 
 
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """In real time: sockets know no other."""
+    backend: str = request.param
+    return backend
+
+
 @pytest.mark.parametrize("is_trusted", [True, False])
 async def test_every_client_has_the_systems_certificates_and_they_are_read_once(
     is_trusted: bool, monkeypatch: pytest.MonkeyPatch

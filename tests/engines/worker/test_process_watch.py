@@ -28,8 +28,8 @@ class Exits:
         self.codes.append(code)
 
     def wait(self) -> list[int]:
-        """Return the exit codes once there is one; without one, an empty list after 5 s."""
-        until_s = time.monotonic() + 5
+        """Return the exit codes once there is one; without one, an empty list after 20 s."""
+        until_s = time.monotonic() + 20
         while not self.codes and time.monotonic() < until_s:
             time.sleep(0.01)
         return self.codes
@@ -51,8 +51,9 @@ def wakeup_to_a_pipe() -> Iterator[tuple[int, int]]:
 
 
 @pytest.fixture
-def received() -> Iterator[list[int]]:
-    """The signals that the handlers installed before receive."""
+def received(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The signals that the handlers installed before receive. The watch may take its time to count each."""
+    monkeypatch.setattr(signals, "_COUNTED_S", 60.0)
     numbers: list[int] = []
     before = {number: signal.signal(number, lambda number, _: numbers.append(number)) for number in SIGNALS}
     yield numbers
@@ -84,7 +85,7 @@ def test_the_second_signal_ends_the_process_with_its_number(received: list[int],
 
 def test_a_second_signal_may_leave_time_for_an_end_in_order(received: list[int]) -> None:
     exits = Exits()
-    with ProcessWatch(60, second_s=0.3, exit=exits) as watch, watch.listening():
+    with ProcessWatch(60, second_s=2, exit=exits) as watch, watch.listening():
         for _ in range(3):
             signal.raise_signal(signal.SIGINT)
         time.sleep(0.1)
@@ -96,7 +97,7 @@ def test_a_second_signal_may_leave_time_for_an_end_in_order(received: list[int])
 def test_a_signal_counts_though_another_library_has_taken_the_wakeup(
     received: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signals, "_COUNTED_S", 0.05)
+    monkeypatch.setattr(signals, "_COUNTED_S", 0.5)
     exits = Exits()
     with ProcessWatch(60, exit=exits) as watch, watch.listening(), wakeup_to_a_pipe():
         signal.raise_signal(signal.SIGTERM)
@@ -116,9 +117,10 @@ def test_the_deadline_counts_from_the_first_request_to_end() -> None:
 
 def test_a_watch_that_has_stopped_ends_nothing() -> None:
     exits = Exits()
-    with ProcessWatch(0, exit=exits) as watch:
+    with ProcessWatch(60, exit=exits) as watch:
         watch.begin_end()
-    time.sleep(0.7)
+        assert watch._thread.is_alive()
+    assert not watch._thread.is_alive()
     assert exits.codes == []
 
 

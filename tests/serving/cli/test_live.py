@@ -67,12 +67,13 @@ def test_a_replay_against_a_server_that_is_interrupted_the_second_time(
             yield lambda ended: os.kill(os.getpid(), signal.SIGINT) if ended == 4 else None
 
         monkeypatch.setattr(progress_bars, "progress", interrupting)
-        code, out, err = replay(*LOAD, "--live", f"http://{address}", "--arrival-interval-ms", 40, "--json", file)
+        longer = ("--requests", 500, "--arrival-interval-ms", 40)
+        code, out, err = replay(*LOAD, *longer, "--live", f"http://{address}", "--json", file)
         assert (code, err) == (130, "")
         assert "INTERRUPTED" in out
         report = json.loads(file.read_bytes())
         assert report["settings"]["interrupted"] is True
-        assert report["num_requests"] + report["unsent_requests"] == 12
+        assert report["num_requests"] + report["unsent_requests"] == 500
         assert report["completed_requests"] >= 4
         assert report["unsent_requests"] > 0
 

@@ -22,6 +22,10 @@ pytestmark = pytest.mark.slow  # each starts a program
 
 Penstock = Callable[..., tuple[int, str, str]]
 
+PATIENT = {"DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": "60"}
+"""A server that would wait that long for an answer: what ends within `AT_ONCE_S` has not waited for it."""
+AT_ONCE_S = 15
+
 ROOT_COMMAND = [sys.executable, "-m", "serving"]
 
 
@@ -31,15 +35,15 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_it_serves_until_a_signal_and_ends_without_a_trace(sent: signal.Signals) -> None:
-    with program("--model-name", "echo") as (process, address):
+    with program("--model-name", "echo", variables=PATIENT) as (process, address):
         with post(address) as response:
             answer = json.loads(response.read())
         assert answer["choices"][0]["message"]["content"] == "hello"
         began = time.monotonic()
         process.send_signal(sent)
-        _, errors = process.communicate(timeout=10)
+        _, errors = process.communicate(timeout=20)
         assert (process.returncode, errors) == (0, "")
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < AT_ONCE_S
 
 
 def test_the_first_signal_lets_answers_finish() -> None:
@@ -58,15 +62,18 @@ ENDLESS = {"stream": True, "ignore_eos": True, "max_tokens": 1_000_000}
 
 @pytest.mark.parametrize("delay", ["delay_s=0.1", "delay_s=0"], ids=["client waits", "client reads nothing"])
 def test_the_second_signal_ends_at_once(delay: str) -> None:
-    with program("--engine-arg", delay) as (process, address), post(address, **ENDLESS) as response:
+    with (
+        program("--engine-arg", delay, variables=PATIENT) as (process, address),
+        post(address, **ENDLESS) as response,
+    ):
         response.read(1)
         process.send_signal(signal.SIGINT)
         until_it_drains(address)
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=10)
+        _, errors = process.communicate(timeout=20)
         assert (process.returncode, errors) == (0, "")
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < AT_ONCE_S
 
 
 @pytest.mark.parametrize("delay", ["delay_s=0.1", "delay_s=0"], ids=["client waits", "client reads nothing"])
@@ -78,7 +85,7 @@ def test_an_answer_that_outlives_the_grace_is_cut_off_without_a_trace(delay: str
     ):
         response.read(1)
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=5)
+        _, errors = process.communicate(timeout=20)
         assert (process.returncode, errors) == (0, "")
 
 

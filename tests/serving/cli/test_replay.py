@@ -42,14 +42,14 @@ def test_in_real_time_an_interrupt_leaves_a_report_of_what_was_done(
         yield lambda ended: os.kill(os.getpid(), signal.SIGINT) if ended == 4 else None
 
     monkeypatch.setattr(progress_bars, "progress", interrupting)
-    load = ("--input-tokens", 64, "--output-tokens", 4, "--requests", 12, "--arrival-interval-ms", 40)
+    load = ("--input-tokens", 64, "--output-tokens", 4, "--requests", 500, "--arrival-interval-ms", 40)
     file = tmp_path / "report.json"
     code, out, err = replay(*load, "--real-time", "--engine-arg", "speedup_ratio=100", "--json", file)
     assert (code, err) == (130, "")
     assert "INTERRUPTED" in out
     report = json.loads(file.read_bytes())
     assert report["settings"]["interrupted"] is True
-    assert report["num_requests"] + report["unsent_requests"] == 12
+    assert report["num_requests"] + report["unsent_requests"] == 500
     assert report["completed_requests"] >= 4
     assert report["unsent_requests"] > 0
 

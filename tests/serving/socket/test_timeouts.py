@@ -84,14 +84,14 @@ async def test_a_silent_connection_is_closed_without_an_answer(before: bytes) ->
 
 
 async def test_a_slow_head_and_a_slow_body_within_the_limits_are_served() -> None:
-    limits: dict[str, Any] = {"head_timeout_s": 3, "body_timeout_s": 0.4, "min_body_bytes_per_s": 100}
+    limits: dict[str, Any] = {"head_timeout_s": 3, "body_timeout_s": 1.5, "min_body_bytes_per_s": 10}
     async with serve(**limits) as served:
         raw = await served.connect()
-        for byte in b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 200\r\n\r\n":
+        for byte in b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 320\r\n\r\n":
             await raw.send(bytes([byte]))
             await asyncio.sleep(0.002)
-        for _ in range(20):
-            await raw.send(b" " * 10)
+        for _ in range(80):  # for more than twice the time of a body
+            await raw.send(b" " * 4)
             await asyncio.sleep(0.04)
         assert (await raw.answer()).status == 200
 
@@ -181,9 +181,9 @@ async def test_a_reader_that_stopped_is_cut_and_its_request_ends() -> None:
 
 async def test_a_slow_reader_that_takes_a_little_is_not_cut() -> None:
     app = Endless()
-    async with serve(app, write_timeout_s=0.3) as served:
+    async with serve(app, write_timeout_s=1.5) as served:
         with await stopped_reader(served.port) as client:
-            for _ in range(20):
+            for _ in range(55):  # for more than twice that time
                 await asyncio.get_running_loop().sock_recv(client, 256 * 1024)
                 await asyncio.sleep(0.06)
             assert not app.ended.is_set()
@@ -218,7 +218,7 @@ async def test_a_server_with_hostile_connections_ends_in_time() -> None:
             served.server.stop()
             while served.server._connections.open:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        assert asyncio.get_running_loop().time() - began < 5
+        assert asyncio.get_running_loop().time() - began < 15
 
 
 async def test_limits_of_zero_are_off() -> None:

@@ -66,6 +66,9 @@ class FakeKvSource:
         """False: as older engines, which replay without a topic."""
         self.requests: list[int] = []
         """The first sequence of each request for a replay."""
+        self.answered = 0
+        """How many of these are over: what is published from now on is in none of them."""
+        self._has_subscriber = False
         self.life = 0
         self.kept: dict[int, bytes] = {}
         """The payloads that can be replayed, by sequence."""
@@ -82,6 +85,14 @@ class FakeKvSource:
         finally:
             source.close()
             source._context.destroy(linger=0)
+
+    @property
+    def has_subscriber(self) -> bool:
+        """Whether a subscription has come in this life: what is published from now on arrives."""
+        if not self._has_subscriber and self._publisher.poll(0):
+            self._publisher.recv()
+            self._has_subscriber = True
+        return self._has_subscriber
 
     def publish(self, *events: Any, sent: bool = True, payload: bytes | None = None) -> int:
         """Publish a batch and return its sequence; not `sent`, it is lost on the way and only kept for a replay."""
@@ -126,7 +137,8 @@ class FakeKvSource:
         self.life += 1
         self.next_sequence = 0
         self.kept = {}
-        self._publisher = self._bound(zmq.PUB, self.endpoint)
+        self._has_subscriber = False
+        self._publisher = self._bound(zmq.XPUB, self.endpoint)  # a PUB that shows who subscribes
         self._router = self._bound(zmq.ROUTER, self.replay_endpoint)
         self.endpoint = self._publisher.getsockopt_string(zmq.LAST_ENDPOINT)
         self.replay_endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -156,6 +168,7 @@ class FakeKvSource:
             frames = self._router.recv_multipart()
             if len(frames) == 3:
                 self._answer(frames[0], int.from_bytes(frames[2], "big"))
+                self.answered += 1
 
     def _answer(self, identity: bytes, first: int) -> None:
         self.requests.append(first)

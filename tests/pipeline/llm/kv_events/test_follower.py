@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
+from attrs import evolve
 
 from pipeline import InvalidArgument
 from pipeline.llm.kv_events import EngineChange, EngineFollower, ReplayLimits
@@ -23,9 +24,7 @@ from .kv_source import BLOCK_TOKENS, FakeKvSource, removed, stored
 
 WAIT_S = 10.0
 """How long what must come is waited for; nothing takes that long."""
-SETTLE_S = 0.1
-"""What a subscription needs to reach the publisher, and an answered replay to end, with room to spare."""
-LIMITS = ReplayLimits(timeout_s=0.2, attempts=2, delay_s=0.02, pause_s=0.1)
+LIMITS = ReplayLimits(timeout_s=2, attempts=2, delay_s=0.02, pause_s=0.1)
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -75,12 +74,13 @@ class Followed:
 
 @asynccontextmanager
 async def following(source: FakeKvSource, **settings: Any) -> AsyncIterator[Followed]:
-    """A follower that runs and is connected, and whose first replay is over."""
+    """A follower that runs and has subscribed, and whose first replay has what was published before."""
     followed = Followed(source, **settings)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(followed.follower.run)
-        await followed.until(lambda: followed.follower.is_connected)
-        await anyio.sleep(SETTLE_S)
+        await followed.until(lambda: followed.follower.is_connected and source.has_subscriber)
+        if followed.follower.replay_endpoint is not None:
+            await followed.until(lambda: source.answered > 0)
         yield followed
         tasks.cancel_scope.cancel()
 
@@ -135,8 +135,7 @@ async def test_what_is_lost_on_the_way_is_replayed_in_order(source: FakeKvSource
 
 
 async def test_what_is_lost_before_a_pause_is_found_after_it(source: FakeKvSource) -> None:
-    limits = ReplayLimits(timeout_s=0.2, idle_s=0.1)
-    async with following(source, replay_limits=limits) as followed:
+    async with following(source, replay_limits=evolve(LIMITS, idle_s=0.1)) as followed:
         source.publish(stored(100))
         source.publish(stored(104), sent=False)
         await followed.until_blocks(100, 104)
@@ -172,7 +171,7 @@ async def test_a_replay_that_is_cut_is_requested_again_from_there(source: FakeKv
     for name in range(100, 120, 4):
         source.publish(stored(name))
     source.cut_replay_after = 2
-    async with following(source) as followed:
+    async with following(source, replay_limits=evolve(LIMITS, timeout_s=1)) as followed:
         await followed.until_blocks(*range(100, 120, 4))
     assert (followed.follower.lost_batches, source.requests) == (0, [0, 1])
 
@@ -180,9 +179,10 @@ async def test_a_replay_that_is_cut_is_requested_again_from_there(source: FakeKv
 async def test_without_an_answer_it_goes_on_and_what_is_missing_is_lost(
     source: FakeKvSource, caplog: pytest.LogCaptureFixture
 ) -> None:
+    limits = evolve(LIMITS, timeout_s=0.2, pause_s=2)
     source.is_silent = True
     source.publish(stored(100))
-    async with following(source) as followed:
+    async with following(source, replay_limits=limits) as followed:
         source.publish(stored(200))
         await followed.until_blocks(200)
         assert (followed.follower.lost_batches, followed.follower.failed_replays) == (1, 1)
@@ -191,7 +191,7 @@ async def test_without_an_answer_it_goes_on_and_what_is_missing_is_lost(
         await followed.until_blocks(200, 208)
         assert followed.follower.lost_batches == 2
         source.is_silent = False
-        await anyio.sleep(LIMITS.pause_s)
+        await anyio.sleep(limits.pause_s)
         source.publish(stored(212), sent=False)
         source.publish(stored(216))
         await followed.until_blocks(200, 208, 212, 216)
@@ -255,6 +255,7 @@ async def test_an_engine_that_restarted_has_nothing_of_what_it_had(source: FakeK
         await followed.until_blocks(100, 104, 108)
         source.restart()
         await followed.until_blocks(100, 104, 108, "cleared")
+        await followed.until(lambda: source.has_subscriber)
         source.publish(stored(500))
         await followed.until_blocks(100, 104, 108, "cleared", 500)
     assert (followed.follower.restarts, followed.follower.lost_batches) == (1, 0)
@@ -265,7 +266,7 @@ async def test_a_block_of_a_restarted_engine_is_counted_anew(source: FakeKvSourc
         source.publish(stored(100))
         await followed.until_blocks(100)
         source.restart()
-        await followed.until(lambda: followed.follower.restarts == 1)
+        await followed.until(lambda: followed.follower.restarts == 1 and source.has_subscriber)
         source.publish(stored(100), removed(100))
         await followed.until_blocks(100, "cleared", 100, "-100")
 
@@ -316,8 +317,8 @@ async def test_without_a_replay_an_engine_that_does_not_go_on_after_a_lost_conne
         source.restart()
         for name in (500, 504, 508):
             source.publish(stored(name), sent=False)
-        await followed.until(lambda: not followed.follower.is_connected)
-        await followed.until(lambda: followed.follower.is_connected)
+        follower = followed.follower  # which need not be seen unconnected: both changes may come at once
+        await followed.until(lambda: follower._may_have_restarted and follower.is_connected and source.has_subscriber)
         source.publish(stored(512))
         await followed.until_blocks(100, "cleared", 512)
     assert (followed.follower.restarts, followed.follower.lost_batches) == (1, 3)

@@ -41,7 +41,7 @@ def work(shared, task, on_progress):
         os.write(2, b"." * 500_000 + b" all of it\\n")
     if task == "reports":
         on_progress(7)
-        time.sleep(0.5)
+        time.sleep(3)
     if task == "sleeps":
         time.sleep(600)
     if task == "blocked":
@@ -88,7 +88,7 @@ TASKS = ["plain", "dies", "raises", "talks", "reports", "blocked"]
 
 @pytest.fixture(scope="module")
 def outcome(works: ModuleType) -> Round:
-    """One round in two processes for all tests, because it takes a second."""
+    """One round in two processes for all tests, because it takes some seconds."""
     outcome = Round()
     tasks = [*TASKS, works.Unreadable(), lambda: None, "last"]
     with redirect_stderr(io.StringIO()) as stderr:
