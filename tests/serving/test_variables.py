@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from serving.cli import commands
+from serving.server import GRACE
 from serving.variables import names, of_graphs, unread, unreadable
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +52,10 @@ def test_a_text_that_cannot_be_read_is_a_problem_that_names_what_is_allowed(name
     assert what.startswith("must be ")
     assert allowed in what
     assert repr(text) in what or what.endswith(f"got {text}")
+
+
+def test_a_grace_of_zero_is_read_as_no_time_and_not_as_the_default() -> None:
+    assert (GRACE.of({GRACE.name: "0"}), GRACE.of({})) == (0.0, 5.0)
 
 
 def test_all_problems_are_found_at_once() -> None:
