@@ -83,7 +83,7 @@ class RouterPool:
         return rank.dp_rank in self.current().ranks.get(rank.worker_id, ())
 
     async def ready(self, workers: int) -> None:
-        """Return when so many workers are known: in a pool with cards, once their cards are here, too.
+        """Return when so many workers are known; in a pool with cards that includes their cards.
 
         Raise Unavailable if this or the pool is closed before.
         """

@@ -184,9 +184,10 @@ class KvRouter:
             self.loads.reported(rank, report.rates)
 
     async def ready(self) -> None:
-        """Return when as many workers are known as the configuration wants at the start, in a pool with cards by them.
+        """Return when as many workers are known as the configuration wants at the start.
 
-        Raise Unavailable if the router or its pool is closed before.
+        In a pool with cards a worker is known once its card is: without it no request goes there. Raise Unavailable
+        if the router or its pool is closed before.
         """
         await self.pool.ready(self.config.initial_workers)
 
