@@ -43,8 +43,8 @@ class RouterPool:
         self._pool = WorkerPool({}, frozenset())
         self._on_change: Changed | None = None
         self._changed = anyio.Event()
-        self._is_closed = False
-        self._following = self._health.changes().subscribe(self._on_view)
+        self._is_ended = False
+        self._following = self._health.changes().subscribe(self._on_view, on_completed=self._end)
 
     def follow(self, on_change: Changed) -> None:
         """Call `on_change` now and whenever workers or ranks change. One router follows a pool."""
@@ -85,10 +85,9 @@ class RouterPool:
     async def ready(self, workers: int) -> None:
         """Return when so many workers are known; in a pool with cards that includes their cards.
 
-        Raise Unavailable if this or the pool is closed before.
+        Raise Unavailable if this is closed before, or the pool ends.
         """
-        while not self._is_closed:
-            await self._workers.wait_for_instances(workers)
+        while not self._is_ended:
             if len(self.current().ranks) >= workers:
                 return
             await self._changed.wait()
@@ -97,7 +96,11 @@ class RouterPool:
     def close(self) -> None:
         """Stop following the instances."""
         self._following.dispose()
-        self._on_change, self._is_closed = None, True
+        self._on_change = None
+        self._end()
+
+    def _end(self) -> None:
+        self._is_ended = True
         self._changed.set()
 
     def _on_view(self, view: PoolView) -> None:

@@ -187,7 +187,7 @@ class KvRouter:
         """Return when as many workers are known as the configuration wants at the start.
 
         In a pool with cards a worker is known once its card is: without it no request goes there. Raise Unavailable
-        if the router or its pool is closed before.
+        if the router is closed before, or the pool ends.
         """
         await self.pool.ready(self.config.initial_workers)
 

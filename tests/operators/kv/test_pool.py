@@ -104,8 +104,9 @@ async def test_a_worker_that_leaves_before_its_card_comes_does_not_count() -> No
         assert len(there.ready_at_s) == 1
 
 
+@pytest.mark.parametrize("has_worker", [True, False])
 @pytest.mark.parametrize("ended", ["router", "runtime"])
-async def test_who_waits_for_a_pool_that_ends_is_refused(ended: str) -> None:
+async def test_who_waits_for_a_pool_that_ends_is_refused(ended: str, has_worker: bool) -> None:
     errors: list[str] = []
 
     async def wait(pool: RouterPool) -> None:
@@ -115,7 +116,8 @@ async def test_who_waits_for_a_pool_that_ends_is_refused(ended: str) -> None:
 
     async with anyio.create_task_group() as tasks:
         async with site() as there:
-            await there.serve(1)
+            if has_worker:
+                await there.serve(1)
             tasks.start_soon(wait, there.pool)
             await anyio.sleep(1)
             if ended == "router":
@@ -124,3 +126,13 @@ async def test_who_waits_for_a_pool_that_ends_is_refused(ended: str) -> None:
                 assert len(errors) == 1
         await anyio.sleep(1)
         assert len(errors) == 1
+        await wait(there.pool)
+
+
+async def test_a_closed_pool_that_sees_a_change_refuses_still() -> None:
+    async with site() as there:
+        there.pool.close()
+        await there.serve(1)
+        there.pool.current()
+        with pytest.raises(Unavailable):
+            await there.pool.ready(1)
